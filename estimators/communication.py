@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication_summary import summarise
-from fsdp2prof.estimators.config.choices import ChunkedBackward, base_of
+from fsdp2prof.estimators.config.choices import ChunkedBackward
 from fsdp2prof.estimators.config.extra_models import ExtraModel
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
@@ -25,16 +25,14 @@ from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding.groups import ParameterGroup, freeze, parameter_groups
 from fsdp2prof.estimators.sharding.wrapping import reshard_rule
 from fsdp2prof.estimators.simulate.program import Program
+from fsdp2prof.estimators.techniques.registry import check_parallelism, communication_notes, part_of
 from fsdp2prof.estimators.timeline.capture import capture_stitched
 from fsdp2prof.estimators.timeline.costs import add_executed
-from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.traffic.parallel import (
     Ledger,
     add_parallel_traffic,
     counted_by_execution,
 )
-from fsdp2prof.estimators.traffic.parts import part_of
-from fsdp2prof.estimators.verdict.memory_notes import extra_model_notes
 from fsdp2prof.results.estimate import CommEstimate, WeightSync
 from fsdp2prof.schedule import Axis, Event, ScheduledGroup, steady_step
 
@@ -156,7 +154,7 @@ def estimate_built(
         what = "expert parallelism" if mesh.tp == 1 or plan is None else plan.note
         notes.append(f"{what}; counted by executing a step")
         add_executed(ledger, executed)
-    notes += extra_model_notes(policy)
+    notes += communication_notes(policy)
     for root, extra in enumerate(policy.other_models, start=1):
         _add_second_model(ledger, extra, root, mesh, policy)
     if policy.other_models:
@@ -350,8 +348,4 @@ def _notes(policy: PolicySpec, flow: Flow) -> list[str]:
             if policy.rules.clipping_reduces_every_norm
             else "gradient clipping all-reduces the total norm once a step, as torch does before 2.10"
         )
-    if policy.fp8_all_gather:
-        notes.append("float8 scales are computed once a step in one all-reduce over all float8 weights")
-    if isinstance(base_of(policy.reshard), int) and policy.fp8_all_gather:
-        raise ModelError("reshard to a number of ranks is not supported by FSDP2 with float8 all-gather")
     return notes

@@ -22,7 +22,6 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
-from fsdp2prof.estimators.models.images import with_images
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.simulate.micro_batches import (
     captured_policy,
@@ -31,16 +30,14 @@ from fsdp2prof.estimators.simulate.micro_batches import (
 )
 from fsdp2prof.estimators.simulate.program import Collective, Kernel, Program
 from fsdp2prof.estimators.simulate.streams import Timeline, host_tail_ns, simulate
+from fsdp2prof.estimators.techniques.images import with_images
+from fsdp2prof.estimators.techniques.registry import changed_program, check_parallelism
 from fsdp2prof.estimators.timeline.as_trace import trace_of
-from fsdp2prof.estimators.timeline.async_tensor_parallel import with_async_tensor_parallel
 from fsdp2prof.estimators.timeline.bubble import bubble_ns_of, with_waiting
 from fsdp2prof.estimators.timeline.calibrated import Calibration, PlacedCosts, placed
 from fsdp2prof.estimators.timeline.capture import capture_stitched
-from fsdp2prof.estimators.timeline.context_parallel import with_context_parallel
 from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
-from fsdp2prof.estimators.timeline.float8 import compiled, with_float8
 from fsdp2prof.estimators.timeline.on_host import blocking, host_trace_of
-from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.verdict.step_range import CONTENTION, HOST_NS, assumptions_of, range_of
 from fsdp2prof.results.estimate import EstimatedModel, HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.step import BreakdownNs, StepBreakdown
@@ -242,15 +239,7 @@ def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
     captured = captured_policy(mesh, policy)
     local = replace(captured, seq_len=policy.seq_len // mesh.cp)
     program = _captured(model, mesh, local, built)
-    if mesh.cp > 1:
-        elements = policy.sequences * policy.seq_len * (built.ring_width // mesh.tp)
-        fused = policy.compile and program.guessed_fusion is None
-        program = with_context_parallel(program, mesh.cp, elements, fused=fused)
-    program = with_float8(program, built, mesh, policy)
-    if policy.compile:
-        program = compiled(program, built.blocks)
-    if policy.async_tp:
-        program = with_async_tensor_parallel(program, mesh.tp)
+    program = changed_program(program, built, mesh, policy)
     return for_all_micro_batches(program, policy, captured)
 
 

@@ -36,7 +36,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp2prof.estimators.compiler.graphs import CannotCompile, Graphs
 from fsdp2prof.estimators.compiler.program import Program
-from fsdp2prof.estimators.models.float8_weight import GatheredFloat8
+from fsdp2prof.estimators.techniques.float8.weight import GatheredFloat8
 from fsdp2prof.estimators.torch_rules import TorchRules
 
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)

@@ -59,13 +59,13 @@ from fsdp2prof.estimators.execution.training import (
     shard,
 )
 from fsdp2prof.estimators.models.build import build_model
-from fsdp2prof.estimators.models.documents import documents_apart
-from fsdp2prof.estimators.models.float8_conversion import convert_linear_layers
-from fsdp2prof.estimators.models.float8_weight import Float8Shard, with_memory
 from fsdp2prof.estimators.models.llama import RMSNorm
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.models.quantized import PackedLinear
-from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.estimators.techniques.documents import documents_apart
+from fsdp2prof.estimators.techniques.float8.layers import convert_linear_layers
+from fsdp2prof.estimators.techniques.float8.weight import Float8Shard, with_memory
+from fsdp2prof.estimators.techniques.quantized import PackedLinear
+from fsdp2prof.estimators.techniques.registry import part_of
 from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import TensorInfo

@@ -37,7 +37,7 @@ from fsdp2prof.estimators.simulate.extend import (
     Unrolling,
     prefix_of,
 )
-from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.estimators.techniques.registry import part_of
 from fsdp2prof.labels import parse_label
 from fsdp2prof.manifest import TensorInfo
 from fsdp2prof.tables import NEVER, AllocationTable, IntArray, LabelTable, MemoryRecording, Strings

@@ -40,10 +40,10 @@ from fsdp2prof.estimators.execution.fake_world import HostMemory
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
 from fsdp2prof.estimators.execution.second_models import MODEL_ROOT, SecondModel
 from fsdp2prof.estimators.models.experts import ExpertExchange
-from fsdp2prof.estimators.models.float8_weight import compute_scales
 from fsdp2prof.estimators.models.model import Batch, Model
 from fsdp2prof.estimators.sharding.groups import freeze, shard_dim
 from fsdp2prof.estimators.sharding.wrapping import WrapUnit, wrap_units
+from fsdp2prof.estimators.techniques.float8.weight import compute_scales
 from fsdp2prof.estimators.torch_rules import fsdp_method_refusal, installed_root_obeys_reshard
 from fsdp2prof.labels import root_label
 

@@ -41,9 +41,9 @@ from fsdp2prof.estimators.simulate.program import (
     labelled,
 )
 from fsdp2prof.estimators.step import program_of
+from fsdp2prof.estimators.techniques.registry import part_of
 from fsdp2prof.estimators.timeline.capture import execute_and_capture
 from fsdp2prof.estimators.timeline.costs import HostPace
-from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.tables import BoolArray, IntArray
 
 Shapes: TypeAlias = tuple[Shape, ...]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from fsdp2prof.labels import AUTOGRAD_NODE
+from fsdp2prof.labels import AUTOGRAD_NODE, parse_label
 
 Shape: TypeAlias = "tuple[int, ...]"
 
@@ -163,3 +163,27 @@ def model_flops_of(commands: Iterable[Command]) -> int:
         if isinstance(command, Kernel) and command.work is not None and not in_backward(names):
             flops += command.work.flops * (1 if WITHOUT_GRADIENTS in names else 3)
     return flops
+
+
+_BEGINS = ("pre_forward", "pre_backward")
+_ENDS = ("post_forward", "post_backward_reshard", "post_backward_accumulate", "post_backward_reduce")
+
+
+def within_blocks(commands: Sequence[Command], blocks: tuple[str, ...]) -> Iterator[tuple[Command, bool]]:
+    """Yield every command with whether it is a block's own, outside of FSDP2's labels."""
+    names = frozenset(blocks)
+    depth, inside = 0, False
+    labels: list[bool] = []
+    for command in commands:
+        if isinstance(command, Enter):
+            label = parse_label(command.name)
+            own = label is not None and label.kind != "root"
+            labels.append(own)
+            depth += own
+            if label is not None and label.fqn in names and label.kind in _BEGINS:
+                inside = True
+            elif label is not None and (label.kind in _ENDS or label.kind in _BEGINS):
+                inside = False
+        elif isinstance(command, Leave):
+            depth -= labels.pop()
+        yield command, inside and not depth

@@ -11,7 +11,7 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.simulate.program import Kernel, Program, ends_of_backward, in_backward, labelled
 from fsdp2prof.estimators.simulate.streams import Timeline
-from fsdp2prof.estimators.traffic.pipeline_order import Kind, enough_micro_batches, order_of, waiting_ns
+from fsdp2prof.estimators.techniques.pipeline_order import Kind, enough_micro_batches, order_of, waiting_ns
 from fsdp2prof.labels import PIPELINE_ACTION
 from fsdp2prof.tables import IntArray
 

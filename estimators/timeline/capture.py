@@ -49,8 +49,8 @@ from fsdp2prof.estimators.simulate.program import (
     Work,
     model_flops_of,
 )
+from fsdp2prof.estimators.techniques.registry import check_parallelism
 from fsdp2prof.estimators.timeline.operators import collective_of, group_of, is_on_host, work_of
-from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.labels import AUTOGRAD_NODE
 from fsdp2prof.storage_tracker import Arguments, PlainOperators
 

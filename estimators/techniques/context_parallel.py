@@ -13,6 +13,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.mesh import MeshSpec
+from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.simulate.program import (
     Collective,
     Command,
@@ -22,10 +26,43 @@ from fsdp2prof.estimators.simulate.program import (
     Work,
     model_flops_of,
 )
+from fsdp2prof.estimators.techniques.technique import Technique
 
 _GROUP = "context parallel"
 _NARROW, _WIDE = 2, 4
 """Bytes of an element of what attention computes in (bfloat16 or float16), and of what is merged."""
+
+
+class ContextParallel(Technique):
+    """Attention around a ring (``cp``)."""
+
+    def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
+        """Refuse a model whose attention cannot run so."""
+        if mesh.cp > 1 and not model.ring_width:
+            raise ModelError(f"mesh: cp={mesh.cp}: {model.name} {model.no_ring}")
+
+    def change_program(self, program: Program, model: Model, mesh: MeshSpec, policy: PolicySpec) -> Program:
+        """Attend to the keys of all ranks, while they travel."""
+        if mesh.cp == 1:
+            return program
+        elements = policy.sequences * policy.seq_len * (model.ring_width // mesh.tp)
+        fused = policy.compile and program.guessed_fusion is None
+        return with_context_parallel(program, mesh.cp, elements, fused=fused)
+
+    def memory_notes(self, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
+        """What is left out."""
+        if mesh.cp == 1:
+            return []
+        return [
+            f"context parallelism as analysed: each rank runs its {policy.seq_len // mesh.cp} of "
+            f"{policy.seq_len} tokens; the ring's K and V in flight are not counted"
+        ]
+
+    def step_notes(self, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
+        """How the ring is costed."""
+        if mesh.cp == 1:
+            return []
+        return ["context parallelism: causal work balanced over the ring, keys and values overlapped"]
 
 
 def with_context_parallel(program: Program, cp: int, kv_elements: int, *, fused: bool) -> Program:

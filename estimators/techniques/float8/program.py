@@ -8,9 +8,11 @@ take it as it comes; other recipes gather in the compute dtype. Source: torchao'
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.choices import values_of
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.models.model import Model
@@ -18,76 +20,73 @@ from fsdp2prof.estimators.sharding.groups import ParameterGroup, ShardedParamete
 from fsdp2prof.estimators.simulate.program import (
     Collective,
     Command,
-    Enter,
     Kernel,
-    Leave,
     Program,
     Work,
     labelled,
+    within_blocks,
 )
+from fsdp2prof.estimators.techniques.technique import Technique
 from fsdp2prof.labels import parse_label
-
-_BEGINS = ("pre_forward", "pre_backward")
-_ENDS = ("post_forward", "post_backward_reshard", "post_backward_accumulate", "post_backward_reduce")
-
-
-def compiled(program: Program, blocks: tuple[str, ...]) -> Program:
-    """Drop what only the eager host does in each block, and fuse there what its graph has not fused."""
-    made: list[Command] = []
-    run: list[Kernel] = []
-    for command, inside in with_block(program.commands, blocks):
-        if inside and isinstance(command, Kernel) and command.stream == 0:
-            if command.work is None:
-                continue
-            if program.guessed_fusion is not None and command.work.kind in ("pointwise", "copy"):
-                run.append(command)
-                continue
-        made += _fused(run)
-        run = []
-        made.append(command)
-    return replace(program, commands=[*made, *_fused(run)])
-
-
-def with_block(commands: Sequence[Command], blocks: tuple[str, ...]) -> Iterator[tuple[Command, bool]]:
-    """Yield every command with whether it is a block's own, outside of FSDP2's labels."""
-    names = frozenset(blocks)
-    depth, inside = 0, False
-    labels: list[bool] = []
-    for command in commands:
-        if isinstance(command, Enter):
-            label = parse_label(command.name)
-            own = label is not None and label.kind != "root"
-            labels.append(own)
-            depth += own
-            if label is not None and label.fqn in names and label.kind in _BEGINS:
-                inside = True
-            elif label is not None and (label.kind in _ENDS or label.kind in _BEGINS):
-                inside = False
-        elif isinstance(command, Leave):
-            depth -= labels.pop()
-        yield command, inside and not depth
-
-
-def _fused(run: list[Kernel]) -> list[Kernel]:
-    if not run:
-        return []
-    largest = max(run, key=lambda kernel: kernel.work.bytes if kernel.work else 0)
-    return [replace(largest, op="fused")]
-
 
 _SCALED = "aten::_scaled_mm"
 _FLOAT8 = "float8_e4m3fn"
+_LAYERS = (
+    "float8: linear layers inside blocks run as torchao's Float8Linear, whose sizes are multiples of 16",
+    "mxfp8: linear layers inside blocks run as torchao's MXFP8Linear with its CUDA kernels, whose sizes are "
+    "multiples of 32",
+)
 
 
-def with_float8(program: Program, built: Model, mesh: MeshSpec, policy: PolicySpec) -> Program:
-    """Return a program that was captured in the compute dtype as the policy's float8 recipe runs it."""
-    if policy.float8 is not None:
-        fused = policy.compile and program.guessed_fusion is None
-        narrow = mesh.tp > 1 and policy.float8 == "tensorwise"
-        program = _in_float8(program, built.blocks, fused=fused, casts_before_gathers=narrow)
-    if policy.fp8_all_gather:
-        program = _with_float8_gathers(program, parameter_groups(built, mesh, policy))
-    return program
+class Float8Training(Technique):
+    """Products in float8 or MXFP8, and weights gathered as float8 (``float8``, ``fp8_all_gather``).
+
+    A capture is of the compute dtype; executed for memory, the layers are those of :mod:`.layers`.
+    """
+
+    def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
+        """Refuse resharding to a number of ranks, which torchao's tensors do not allow."""
+        if policy.fp8_all_gather and any(isinstance(value, int) for value in values_of(policy.reshard)):
+            raise ModelError("reshard to a number of ranks is not supported by FSDP2 with float8 all-gather")
+
+    def change_program(self, program: Program, model: Model, mesh: MeshSpec, policy: PolicySpec) -> Program:
+        """Multiply as the recipe does, and gather what is gathered as float8."""
+        if policy.float8 is not None:
+            fused = policy.compile and program.guessed_fusion is None
+            narrow = mesh.tp > 1 and policy.float8 == "tensorwise"
+            program = _in_float8(program, model.blocks, fused=fused, casts_before_gathers=narrow)
+        if policy.fp8_all_gather:
+            program = _with_float8_gathers(program, parameter_groups(model, mesh, policy))
+        return program
+
+    def memory_notes(self, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
+        """Which layers run, and how their weights are gathered."""
+        if policy.float8 is None:
+            return []
+        notes = [_LAYERS[policy.float8 == "mxfp8"]]
+        if mesh.tp > 1:
+            notes.append(
+                "float8 under tensor parallelism: activations are gathered first and cast then, where "
+                "torchao's Float8ColwiseParallel casts first and gathers bytes"
+            )
+        if policy.fp8_all_gather:
+            notes.append(
+                "float8 all-gather: shards cast before it, with scales computed for all weights after the "
+                "optimizer's step (precompute_float8_dynamic_scale_for_fsdp)"
+            )
+        return notes
+
+    def step_notes(self, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
+        """How products are costed."""
+        if policy.float8 is None:
+            return []
+        return ["float8: products of the blocks at the float8 rate, both factors scaled and cast before"]
+
+    def communication_notes(self, policy: PolicySpec) -> list[str]:
+        """How often scales are reduced."""
+        if not policy.fp8_all_gather:
+            return []
+        return ["float8 scales are computed once a step in one all-reduce over all float8 weights"]
 
 
 def _in_float8(
@@ -103,7 +102,7 @@ def _in_float8(
     gathered = _gathered(program, blocks) if casts_before_gathers else frozenset()
     made: list[Command] = []
     narrow = False  # behind a gather, up to the first product: copies that put the ranks' parts in order
-    for command, inside in with_block(program.commands, blocks):
+    for command, inside in within_blocks(program.commands, blocks):
         if inside and casts_before_gathers and _is_gather(command):
             made += _cast_and_gather(command, moved_an_element)
             narrow = True
@@ -142,7 +141,7 @@ def _gathered(program: Program, blocks: tuple[str, ...]) -> frozenset[int]:
     """Elements of what tensor parallelism gathers in the blocks: a factor of so many was one of them."""
     return frozenset(
         command.nelems_out
-        for command, inside in with_block(program.commands, blocks)
+        for command, inside in within_blocks(program.commands, blocks)
         if inside and isinstance(command, Collective) and _is_gather(command)
     )
 
