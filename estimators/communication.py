@@ -25,7 +25,7 @@ from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding.groups import ParameterGroup, freeze, parameter_groups
 from fsdp2prof.estimators.sharding.wrapping import reshard_rule
 from fsdp2prof.estimators.simulate.program import Program
-from fsdp2prof.estimators.techniques.registry import check_parallelism, communication_notes, part_of
+from fsdp2prof.estimators.techniques.registry import check_parallelism, notes_of, part_of
 from fsdp2prof.estimators.timeline.capture import capture_stitched
 from fsdp2prof.estimators.timeline.costs import add_executed
 from fsdp2prof.estimators.traffic.parallel import (
@@ -154,7 +154,7 @@ def estimate_built(
         what = "expert parallelism" if mesh.tp == 1 or plan is None else plan.note
         notes.append(f"{what}; counted by executing a step")
         add_executed(ledger, executed)
-    notes += communication_notes(policy)
+    notes += notes_of("communication", mesh, policy)
     for root, extra in enumerate(policy.other_models, start=1):
         _add_second_model(ledger, extra, root, mesh, policy)
     if policy.other_models:

@@ -10,6 +10,7 @@ Async Tensor Parallelism in PyTorch" (discuss.pytorch.org/t/209487),
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -18,7 +19,7 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.simulate.program import Collective, Command, Kernel, Program, Wait
-from fsdp2prof.estimators.techniques.technique import Technique
+from fsdp2prof.estimators.techniques.technique import About, Technique
 
 
 class AsyncTensorParallel(Technique):
@@ -36,20 +37,15 @@ class AsyncTensorParallel(Technique):
         """Cut products, and send their chunks beside them."""
         return with_async_tensor_parallel(program, mesh.tp) if policy.async_tp else program
 
-    def memory_notes(self, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
-        """What is left out."""
-        if not policy.async_tp:
-            return []
-        return ["asynchronous tensor parallelism: memory as without it, its symmetric buffers left out"]
-
-    def step_notes(self, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
-        """How chunks are costed."""
-        if not policy.async_tp:
-            return []
-        return [
-            f"async_tp: products beside tensor-parallel gathers and scatters run in {mesh.tp} chunks, each "
-            "slowed as beside any collective"
-        ]
+    def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
+        """What is left out of memory, and how chunks are costed."""
+        if about == "memory" and policy.async_tp:
+            yield "asynchronous tensor parallelism: memory as without it, its symmetric buffers left out"
+        elif about == "step" and policy.async_tp:
+            yield (
+                f"async_tp: products beside tensor-parallel gathers and scatters run in {mesh.tp} chunks, "
+                "each slowed as beside any collective"
+            )
 
 
 def with_async_tensor_parallel(program: Program, ranks: int) -> Program:

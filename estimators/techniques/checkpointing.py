@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.techniques.technique import Technique
+from fsdp2prof.estimators.techniques.technique import About, Technique
 
 
 class Checkpointing(Technique):
     """What blocks save for their backward (``ac`` and what selects more of ``ac=op``)."""
 
-    def memory_notes(self, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
+    def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
         """What is saved and recomputed beside the rule."""
-        notes = []
+        if about != "memory":
+            return
         if policy.recomputes_attention:
-            notes.append("operator-selective checkpointing recomputes attention, too")
+            yield "operator-selective checkpointing recomputes attention, too"
         if policy.ac_saves is not None:
-            notes.append(f"operator-selective checkpointing also saves {', '.join(policy.ac_saves)}")
+            yield f"operator-selective checkpointing also saves {', '.join(policy.ac_saves)}"
         if policy.ac_recomputes is not None:
-            notes.append(
-                f"products of the shapes of {', '.join(policy.ac_recomputes)} are recomputed and not counted"
-            )
-        return notes
+            names = ", ".join(policy.ac_recomputes)
+            yield f"products of the shapes of {names} are recomputed and not counted"

@@ -11,6 +11,7 @@ ring's last rank does, which merges whole outputs, and for which the others wait
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from fsdp2prof.errors import ModelError
@@ -26,7 +27,7 @@ from fsdp2prof.estimators.simulate.program import (
     Work,
     model_flops_of,
 )
-from fsdp2prof.estimators.techniques.technique import Technique
+from fsdp2prof.estimators.techniques.technique import About, Technique
 
 _GROUP = "context parallel"
 _NARROW, _WIDE = 2, 4
@@ -49,20 +50,15 @@ class ContextParallel(Technique):
         fused = policy.compile and program.guessed_fusion is None
         return with_context_parallel(program, mesh.cp, elements, fused=fused)
 
-    def memory_notes(self, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
-        """What is left out."""
-        if mesh.cp == 1:
-            return []
-        return [
-            f"context parallelism as analysed: each rank runs its {policy.seq_len // mesh.cp} of "
-            f"{policy.seq_len} tokens; the ring's K and V in flight are not counted"
-        ]
-
-    def step_notes(self, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
-        """How the ring is costed."""
-        if mesh.cp == 1:
-            return []
-        return ["context parallelism: causal work balanced over the ring, keys and values overlapped"]
+    def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
+        """What is left out of memory, and how the ring is costed."""
+        if about == "memory" and mesh.cp > 1:
+            yield (
+                f"context parallelism as analysed: each rank runs its {policy.seq_len // mesh.cp} of "
+                f"{policy.seq_len} tokens; the ring's K and V in flight are not counted"
+            )
+        elif about == "step" and mesh.cp > 1:
+            yield "context parallelism: causal work balanced over the ring, keys and values overlapped"
 
 
 def with_context_parallel(program: Program, cp: int, kv_elements: int, *, fused: bool) -> Program:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.techniques.technique import Technique
+from fsdp2prof.estimators.techniques.technique import About, Technique
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal
 
 
@@ -55,11 +56,10 @@ class ExpertParallel(Technique):
             plan = plan.with_experts_apart(model.experts)
         return replace(model, expert_ranks=mesh.ep, tensor_parallel=plan)
 
-    def memory_notes(self, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
+    def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
         """How tokens spread."""
-        if mesh.ep == 1:
-            return []
-        return [
-            f"expert parallelism executed: tokens spread evenly, and this rank's experts receive "
-            f"{policy.imbalance:g} times the mean; none is dropped"
-        ]
+        if about == "memory" and mesh.ep > 1:
+            yield (
+                f"expert parallelism executed: tokens spread evenly, and this rank's experts receive "
+                f"{policy.imbalance:g} times the mean; none is dropped"
+            )

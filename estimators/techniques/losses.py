@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.choices import ChunkedBackward, ChunkedBlocks, ChunkedVocabulary
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.techniques.technique import Technique
+from fsdp2prof.estimators.techniques.technique import About, Technique
 
 
 class Losses(Technique):
@@ -45,15 +47,13 @@ class Losses(Technique):
                 "gather them (loss_parallel=false)"
             )
 
-    def memory_notes(self, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
+    def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
         """What is held of logits."""
-        notes = []
-        if policy.keep_logits is not None:
-            notes.append(
+        if about == "memory" and policy.keep_logits is not None:
+            yield (
                 "the script holds the logits "
                 + ("in fp32 " if policy.keep_logits == "fp32" else "")
                 + "through backward and until the next forward has made others"
             )
-        if policy.loss == "fused":
-            notes.append("fused loss: chunked as by Liger's kernel; gradients of head and input are held")
-        return notes
+        if about == "memory" and policy.loss == "fused":
+            yield "fused loss: chunked as by Liger's kernel; gradients of head and input are held"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import astuple, replace
 
 from fsdp2prof.errors import ModelError
@@ -13,7 +14,7 @@ from fsdp2prof.estimators.models.decoder import cut_decoder
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.models.transformers_plan import TransformersPlan
 from fsdp2prof.estimators.techniques.pipeline_order import InFlight, enough_micro_batches, in_flight, order_of
-from fsdp2prof.estimators.techniques.technique import Technique
+from fsdp2prof.estimators.techniques.technique import About, Technique
 from fsdp2prof.units import plural
 
 
@@ -133,26 +134,21 @@ class Pipeline(Technique):
         """Leave the stage of this rank."""
         return stage_of(model, mesh, policy)
 
-    def memory_notes(self, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
-        """What the schedule holds."""
-        if mesh.pp == 1:
-            return []
-        return [
-            f"pipeline stage {policy.pp_stage} of {mesh.pp} under {_schedule(mesh, policy)}: "
-            f"{micro_batches_in_flight(mesh, policy)} of {policy.grad_accum} micro-batches in flight; "
-            "receive buffers per micro-batch and neighbour, made in the first step and kept, as "
-            "torch.distributed.pipelining does; what was sent last is kept till the next; "
-            "gradients accumulate unsharded and are reduced after the last backward"
-        ]
-
-    def step_notes(self, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
-        """Which bubble is added."""
-        if mesh.pp == 1:
-            return []
-        return [
-            f"pipeline rank {policy.pp_stage} represents all {mesh.pp}; {_bubble(mesh, policy)}, and "
-            "transfers between stages are hidden"
-        ]
+    def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
+        """What the schedule holds, and which bubble is added."""
+        if about == "memory" and mesh.pp > 1:
+            yield (
+                f"pipeline stage {policy.pp_stage} of {mesh.pp} under {_schedule(mesh, policy)}: "
+                f"{micro_batches_in_flight(mesh, policy)} of {policy.grad_accum} micro-batches in flight; "
+                "receive buffers per micro-batch and neighbour, made in the first step and kept, as "
+                "torch.distributed.pipelining does; what was sent last is kept till the next; "
+                "gradients accumulate unsharded and are reduced after the last backward"
+            )
+        elif about == "step" and mesh.pp > 1:
+            yield (
+                f"pipeline rank {policy.pp_stage} represents all {mesh.pp}; {_bubble(mesh, policy)}, and "
+                "transfers between stages are hidden"
+            )
 
 
 def _schedule(mesh: MeshSpec, policy: PolicySpec) -> str:

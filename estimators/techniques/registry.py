@@ -19,7 +19,7 @@ from fsdp2prof.estimators.techniques.lora import LowRankAdapters
 from fsdp2prof.estimators.techniques.losses import Losses
 from fsdp2prof.estimators.techniques.pipeline import Pipeline
 from fsdp2prof.estimators.techniques.second_models import SecondModels
-from fsdp2prof.estimators.techniques.technique import Technique
+from fsdp2prof.estimators.techniques.technique import About, Technique
 from fsdp2prof.estimators.techniques.tensor_parallel import TensorParallelism
 
 TECHNIQUES: tuple[Technique, ...] = (
@@ -69,16 +69,6 @@ def changed_program(program: Program, model: Model, mesh: MeshSpec, policy: Poli
     return program
 
 
-def memory_notes(mesh: MeshSpec, policy: PolicySpec) -> list[str]:
-    """What an estimate of memory assumes of the techniques that are used, one sentence each."""
-    return [note for technique in TECHNIQUES for note in technique.memory_notes(mesh, policy)]
-
-
-def step_notes(mesh: MeshSpec, policy: PolicySpec) -> list[str]:
-    """What an estimate of a step's time assumes of them."""
-    return [note for technique in TECHNIQUES for note in technique.step_notes(mesh, policy)]
-
-
-def communication_notes(policy: PolicySpec) -> list[str]:
-    """What an estimate of the collectives assumes of them."""
-    return [note for technique in TECHNIQUES for note in technique.communication_notes(policy)]
+def notes_of(about: About, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
+    """What an estimate assumes of the techniques that are used, one sentence each."""
+    return [note for technique in TECHNIQUES for note in technique.notes(about, mesh, policy)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.techniques.technique import Technique
+from fsdp2prof.estimators.techniques.technique import About, Technique
 
 
 class SecondModels(Technique):
@@ -23,33 +25,16 @@ class SecondModels(Technique):
                 "tensor parallelism with a second model (extra_model) is modelled for dense built-ins only"
             )
 
-    def memory_notes(self, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
+    def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
         """What runs, and with what."""
-        return self.communication_notes(policy)
-
-    def step_notes(self, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
-        """The same."""
-        return self.communication_notes(policy)
-
-    def communication_notes(self, policy: PolicySpec) -> list[str]:
-        """The same."""
-        notes = [
-            f"{extra.source} ({extra.role}) runs forward only, without gradients, before each micro-batch; "
-            "sharded as the trained model is"
-            for extra in policy.other_models
-        ]
+        for extra in policy.other_models:
+            yield (
+                f"{extra.source} ({extra.role}) runs forward only, without gradients, before each "
+                "micro-batch; sharded as the trained model is"
+            )
         if policy.runs_itself_before:
-            notes.append(
-                "the trained model runs forward without gradients before each micro-batch"
-                + ("" if policy.lora is None else ", its adapters left out")
-            )
+            left_out = "" if policy.lora is None else ", its adapters left out"
+            yield f"the trained model runs forward without gradients before each micro-batch{left_out}"
         if policy.loss == "dpo":
-            notes.append(
-                "dpo: a micro-batch is 2 x batch_size sequences, chosen and rejected in one forward"
-                + (
-                    ""
-                    if policy.extra_model is not None
-                    else "; the reference's log-probabilities are known before"
-                )
-            )
-        return notes
+            known = "; the reference's log-probabilities are known before" * (policy.extra_model is None)
+            yield f"dpo: a micro-batch is 2 x batch_size sequences, chosen and rejected in one forward{known}"

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Literal, TypeAlias
+
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.simulate.program import Program
+
+About: TypeAlias = Literal["memory", "step", "communication"]
+"""Which estimate."""
 
 
 class Technique:
@@ -26,14 +32,6 @@ class Technique:
         """Return a step that was captured without it."""
         return program
 
-    def memory_notes(self, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
-        """What an estimate of memory assumes of it, one sentence each."""
-        return []
-
-    def step_notes(self, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
-        """What an estimate of a step's time assumes of it."""
-        return []
-
-    def communication_notes(self, policy: PolicySpec) -> list[str]:
-        """What an estimate of the collectives assumes of it."""
-        return []
+    def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterable[str]:
+        """What an estimate assumes of it, one sentence each."""
+        return ()

@@ -10,7 +10,7 @@ from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.simulate.micro_batches import CAPTURED_MICRO_BATCHES, captured_policy
-from fsdp2prof.estimators.techniques.registry import memory_notes
+from fsdp2prof.estimators.techniques.registry import notes_of
 from fsdp2prof.results.estimate import OutsideAllocator, OutsidePart
 from fsdp2prof.units import format_bytes
 
@@ -99,4 +99,4 @@ def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[
         notes.append(
             "offload: host bytes are those of the tensors; pinned memory is rounded up to powers of two"
         )
-    return [*notes, *memory_notes(mesh, policy)]
+    return [*notes, *notes_of("memory", mesh, policy)]

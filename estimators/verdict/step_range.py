@@ -19,7 +19,7 @@ from fsdp2prof.estimators.config.shares import RangeEnd, range_end
 from fsdp2prof.estimators.simulate.micro_batches import CAPTURED_MICRO_BATCHES, captured_policy, repeated
 from fsdp2prof.estimators.simulate.program import Kernel, Program
 from fsdp2prof.estimators.simulate.streams import host_tail_ns, simulate
-from fsdp2prof.estimators.techniques.registry import step_notes
+from fsdp2prof.estimators.techniques.registry import notes_of
 from fsdp2prof.estimators.timeline.calibrated import PlacedCosts
 from fsdp2prof.estimators.timeline.costs import CONTENTION_FRAC, ClusterCosts, HostPace
 from fsdp2prof.results.estimate import StepRange
@@ -337,4 +337,4 @@ def _of_costs(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[s
             f"{CAPTURED_MICRO_BATCHES} of {policy.grad_accum} micro-batches captured and simulated: the "
             "others repeat the middle one"
         )
-    return [*notes, *step_notes(mesh, policy)]
+    return [*notes, *notes_of("step", mesh, policy)]

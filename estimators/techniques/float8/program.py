@@ -8,7 +8,7 @@ take it as it comes; other recipes gather in the compute dtype. Source: torchao'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fsdp2prof.errors import ModelError
@@ -26,7 +26,7 @@ from fsdp2prof.estimators.simulate.program import (
     labelled,
     within_blocks,
 )
-from fsdp2prof.estimators.techniques.technique import Technique
+from fsdp2prof.estimators.techniques.technique import About, Technique
 from fsdp2prof.labels import parse_label
 
 _SCALED = "aten::_scaled_mm"
@@ -59,34 +59,24 @@ class Float8Training(Technique):
             program = _with_float8_gathers(program, parameter_groups(model, mesh, policy))
         return program
 
-    def memory_notes(self, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
-        """Which layers run, and how their weights are gathered."""
-        if policy.float8 is None:
-            return []
-        notes = [_LAYERS[policy.float8 == "mxfp8"]]
-        if mesh.tp > 1:
-            notes.append(
-                "float8 under tensor parallelism: activations are gathered first and cast then, where "
-                "torchao's Float8ColwiseParallel casts first and gathers bytes"
-            )
-        if policy.fp8_all_gather:
-            notes.append(
-                "float8 all-gather: shards cast before it, with scales computed for all weights after the "
-                "optimizer's step (precompute_float8_dynamic_scale_for_fsdp)"
-            )
-        return notes
-
-    def step_notes(self, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
-        """How products are costed."""
-        if policy.float8 is None:
-            return []
-        return ["float8: products of the blocks at the float8 rate, both factors scaled and cast before"]
-
-    def communication_notes(self, policy: PolicySpec) -> list[str]:
-        """How often scales are reduced."""
-        if not policy.fp8_all_gather:
-            return []
-        return ["float8 scales are computed once a step in one all-reduce over all float8 weights"]
+    def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
+        """Which layers run, how products are costed, and how weights are gathered."""
+        if about == "memory" and policy.float8 is not None:
+            yield _LAYERS[policy.float8 == "mxfp8"]
+            if mesh.tp > 1:
+                yield (
+                    "float8 under tensor parallelism: activations are gathered first and cast then, where "
+                    "torchao's Float8ColwiseParallel casts first and gathers bytes"
+                )
+            if policy.fp8_all_gather:
+                yield (
+                    "float8 all-gather: shards cast before it, with scales computed for all weights after "
+                    "the optimizer's step (precompute_float8_dynamic_scale_for_fsdp)"
+                )
+        elif about == "step" and policy.float8 is not None:
+            yield "float8: products of the blocks at the float8 rate, both factors scaled and cast before"
+        elif about == "communication" and policy.fp8_all_gather:
+            yield "float8 scales are computed once a step in one all-reduce over all float8 weights"
 
 
 def _in_float8(
