@@ -22,6 +22,7 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.images import with_images
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.simulate.micro_batches import (
     captured_policy,
@@ -30,7 +31,6 @@ from fsdp2prof.estimators.simulate.micro_batches import (
 )
 from fsdp2prof.estimators.simulate.program import Collective, Kernel, Program
 from fsdp2prof.estimators.simulate.streams import Timeline, host_tail_ns, simulate
-from fsdp2prof.estimators.techniques.images import with_images
 from fsdp2prof.estimators.techniques.registry import changed_program, check_parallelism
 from fsdp2prof.estimators.timeline.as_trace import trace_of
 from fsdp2prof.estimators.timeline.bubble import bubble_ns_of, with_waiting

@@ -59,9 +59,9 @@ from fsdp2prof.estimators.execution.training import (
     shard,
 )
 from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.documents import documents_apart
 from fsdp2prof.estimators.models.llama import RMSNorm
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.techniques.documents import documents_apart
 from fsdp2prof.estimators.techniques.float8.layers import convert_linear_layers
 from fsdp2prof.estimators.techniques.float8.weight import Float8Shard, with_memory
 from fsdp2prof.estimators.techniques.quantized import PackedLinear

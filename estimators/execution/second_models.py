@@ -20,7 +20,7 @@ from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.losses import head_of, score_of_model
 from fsdp2prof.estimators.models.model import Batch, Model
 from fsdp2prof.estimators.simulate.program import WITHOUT_GRADIENTS
-from fsdp2prof.estimators.techniques.lora import without_adapters
+from fsdp2prof.estimators.techniques.adapters import without_adapters
 from fsdp2prof.labels import root_label
 
 MODEL_ROOT = 0

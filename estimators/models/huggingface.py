@@ -2,7 +2,7 @@
 
 Text models run as they are. Of a model of text and images the text part runs where the batches bring no
 image, so that the vision tower and its projector are held and sharded, and get no gradient;
-:mod:`~fsdp2prof.estimators.techniques.images` brings images.
+:mod:`~fsdp2prof.estimators.models.images` brings images.
 
 Expert parallelism of a Hugging Face model: the modules its class's own plan names, reached by all-to-all.
 

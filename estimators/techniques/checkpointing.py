@@ -1,4 +1,4 @@
-"""Activation checkpointing and what else decides which activations are kept."""
+"""Activation checkpointing as an estimate of memory states it; :mod:`.recomputation` does it."""
 
 from __future__ import annotations
 

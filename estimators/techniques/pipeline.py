@@ -9,10 +9,7 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.pipeline import has_ends, schedule_rule
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.models.builtin_plan import BuiltinPlan
-from fsdp2prof.estimators.models.decoder import cut_decoder
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.models.transformers_plan import TransformersPlan
 from fsdp2prof.estimators.techniques.pipeline_order import InFlight, enough_micro_batches, in_flight, order_of
 from fsdp2prof.estimators.techniques.technique import About, Technique
 from fsdp2prof.units import plural
@@ -33,6 +30,10 @@ def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
     """
     if mesh.pp == 1 or model.width is None:
         return model
+    from fsdp2prof.estimators.models.builtin_plan import BuiltinPlan
+    from fsdp2prof.estimators.models.decoder import cut_decoder
+    from fsdp2prof.estimators.models.transformers_plan import TransformersPlan
+
     kept = stage_blocks(len(model.blocks), mesh, policy.pp_stage)
     is_first, is_last = has_ends(policy.pp_schedule, mesh.pp, policy.pp_stage)
     blocks = tuple(model.blocks[at] for at in kept)

@@ -8,13 +8,12 @@ from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.simulate.program import Program
 from fsdp2prof.estimators.techniques.async_tensor_parallel import AsyncTensorParallel
+from fsdp2prof.estimators.techniques.batches import Images, PackedDocuments
 from fsdp2prof.estimators.techniques.checkpointing import Checkpointing
 from fsdp2prof.estimators.techniques.compilation import Compilation
 from fsdp2prof.estimators.techniques.context_parallel import ContextParallel
-from fsdp2prof.estimators.techniques.documents import PackedDocuments
 from fsdp2prof.estimators.techniques.expert_parallel import ExpertParallel
 from fsdp2prof.estimators.techniques.float8.program import Float8Training
-from fsdp2prof.estimators.techniques.images import Images
 from fsdp2prof.estimators.techniques.lora import LowRankAdapters
 from fsdp2prof.estimators.techniques.losses import Losses
 from fsdp2prof.estimators.techniques.pipeline import Pipeline

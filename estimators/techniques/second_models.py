@@ -1,4 +1,4 @@
-"""Frozen models that run forward only beside the trained one: what they ask, and what is assumed of them."""
+"""Frozen models that run forward only beside the trained one: what they go with, and what is assumed."""
 
 from __future__ import annotations
 

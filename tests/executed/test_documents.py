@@ -17,8 +17,8 @@ from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.engine import attention_kernel, execute
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.documents import with_documents
 from fsdp2prof.estimators.simulate.program import Kernel
-from fsdp2prof.estimators.techniques.documents import with_documents
 from fsdp2prof.estimators.timeline.capture import capture_step
 
 pytest.importorskip("transformers", minversion="5.0")

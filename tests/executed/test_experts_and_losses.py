@@ -41,7 +41,7 @@ from fsdp2prof.estimators.models.experts import ExpertExchange
 from fsdp2prof.estimators.models.losses import logits_loss, loss_of_model
 from fsdp2prof.estimators.models.model import Batch
 from fsdp2prof.estimators.sharding.groups import parameter_groups
-from fsdp2prof.estimators.techniques.lora import with_adapters
+from fsdp2prof.estimators.techniques.adapters import with_adapters
 from fsdp2prof.estimators.techniques.quantized import PackedLinear, dequantized
 from fsdp2prof.estimators.techniques.registry import check_parallelism, part_of
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, packed_parameters_refusal

@@ -16,7 +16,7 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
-from fsdp2prof.estimators.techniques.images import with_images
+from fsdp2prof.estimators.models.images import with_images
 
 pytest.importorskip("transformers", minversion="5.0")
 

@@ -26,8 +26,8 @@ from fsdp2prof.estimators.execution.engine import attention_kernel, execute
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh, tensor_parallel_mesh
 from fsdp2prof.estimators.execution.training import build_optimizer, clip_gradients, shard
 from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.images import with_images
 from fsdp2prof.estimators.sharding.groups import parameter_groups
-from fsdp2prof.estimators.techniques.images import with_images
 from fsdp2prof.estimators.techniques.registry import part_of
 from fsdp2prof.storage_tracker import StorageTracker
 from fsdp2prof.tables import MemoryRecording

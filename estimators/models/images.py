@@ -21,11 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.extra_models import ImageSize
-from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.losses import one_line
 from fsdp2prof.estimators.models.model import Batch, LayerPattern, Model
-from fsdp2prof.estimators.techniques.technique import Technique
 from fsdp2prof.fake_tensors import copy_without, fake_tensors, materialize_fake
 
 _KINDS = ("token_type_ids", "mm_token_type_ids")
@@ -334,16 +332,3 @@ def _plain_token(config: Any, text: Any) -> int:
         if name.endswith(("token_id", "token_index")) and isinstance(value, int)
     }
     return next(token for token in range(int(text.vocab_size)) if token not in special)
-
-
-class Images(Technique):
-    """Images in the batches (``images``, ``image_size``)."""
-
-    def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
-        """Refuse tensor parallelism."""
-        if policy.images and mesh.tp > 1:
-            raise ModelError("images: a vision tower under tensor parallelism is not modelled: leave tp at 1")
-
-    def change_model(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
-        """Bring images in its batches."""
-        return with_images(model, policy)

@@ -21,10 +21,8 @@ from torch import Tensor, nn
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.choices import Documents, FlexDocuments, MaskedDocuments
-from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.model import Batch, Model
-from fsdp2prof.estimators.techniques.technique import Technique
 
 _FLEX_BLOCK = 128
 """Tokens of a side of a block mask's blocks."""
@@ -195,16 +193,3 @@ def _cut(tensor: Tensor, count: int, copies: bool) -> Tensor | None:
         return None
     shape = (tensor.shape[0] * count, tensor.shape[2] // count, *by_token.shape[2:])
     return by_token.reshape(shape).transpose(1, 2)
-
-
-class PackedDocuments(Technique):
-    """Several documents in a sequence (``documents``)."""
-
-    def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
-        """Refuse context parallelism."""
-        if mesh.cp > 1 and policy.documents is not None:
-            raise ModelError("documents: torch's ring attention takes no documents: leave cp at 1")
-
-    def change_model(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
-        """Keep the documents of its batches apart."""
-        return with_documents(model, policy)
