@@ -20,6 +20,7 @@ from fsdp2prof.estimators.config.measured import Measured, Slower, anchored, fit
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.config.shares import CONTENTION_FRACS, HOST_OPERATOR_NS
 from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.images import with_images
@@ -38,7 +39,7 @@ from fsdp2prof.estimators.timeline.calibrated import Calibration, PlacedCosts, p
 from fsdp2prof.estimators.timeline.capture import capture_stitched
 from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
 from fsdp2prof.estimators.timeline.on_host import blocking, host_trace_of
-from fsdp2prof.estimators.verdict.step_range import CONTENTION, HOST_NS, assumptions_of, range_of
+from fsdp2prof.estimators.verdict.step_range import assumptions_of, range_of
 from fsdp2prof.results.estimate import EstimatedModel, HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.step import BreakdownNs, StepBreakdown
 from fsdp2prof.results.trace import TraceAnalysis
@@ -201,7 +202,7 @@ def prior_of(cluster: Cluster, anchors: Sequence[Anchor]) -> list[float]:
     )
     network = cluster.network.range if several and cluster.network is not None else (1.0, 1.0)
     links = (hardware.link_range[0] * network[0], hardware.link_range[1] * network[1])
-    host = (HOST_NS[0], HOST_NS[2])
+    host = (HOST_OPERATOR_NS[0], HOST_OPERATOR_NS[2])
     return [
         max(_REPEATED, log(high / low) / 2 / _OF_85_PERCENT)
         for low, high in (hardware.compute_range, links, host)
@@ -341,8 +342,10 @@ def _costed(
     """Return a program as a cluster runs it, and what its commands cost there."""
     cluster.check_copy_engines(mesh)
     hardware = cluster.hardware
-    contention = CONTENTION[1] if hardware.overlap_slowdown_frac is None else hardware.overlap_slowdown_frac
-    pace = HostPace(operator_ns=hardware.host_operator_ns or HOST_NS[1])
+    contention = (
+        CONTENTION_FRACS[1] if hardware.overlap_slowdown_frac is None else hardware.overlap_slowdown_frac
+    )
+    pace = HostPace(operator_ns=hardware.host_operator_ns or HOST_OPERATOR_NS[1])
     costs = ClusterCosts(cluster=cluster, mesh=mesh, host=pace, contention_frac=contention)
     if not hardware.on_host and calibration is None:
         return program, costs

@@ -23,7 +23,7 @@ from fsdp2prof.analyzers.phases import build_phases, find_rows
 from fsdp2prof.estimators.config.cluster import Cluster, Placement
 from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
-from fsdp2prof.estimators.config.shares import HOST_CORE_GB_PER_S
+from fsdp2prof.estimators.config.shares import CONTENTION_FRACS, HOST_CORE_GB_PER_S, HOST_OPERATOR_NS
 from fsdp2prof.estimators.simulate.program import (
     Collective,
     Command,
@@ -47,9 +47,9 @@ from fsdp2prof.tables import LabelTable, StepTable, Strings
 class HostPace:
     """How fast the host issues, in nanoseconds a command."""
 
-    operator_ns: int = 5_000
-    """An eager operator with its autograd bookkeeping: about 200,000 a second on a current server CPU."""
+    operator_ns: int = HOST_OPERATOR_NS[1]
     collective_ns: int = 30_000
+    """With this and the next three chosen, not published."""
     label_ns: int = 10_000
     """Entering a labelled range: FSDP2's own Python around it."""
     event_ns: int = 1_500
@@ -64,11 +64,6 @@ class HostPace:
         return round(kernel.work.bytes / self.memory_gb_per_s) if kernel.work is not None and on_host else 0
 
 
-CONTENTION_FRAC = 0.19
-"""How much longer a computing kernel takes while a collective is in flight, where it was not measured:
-18.9% on average, up to 40%, over models and accelerators in arXiv 2507.03114."""
-
-
 @dataclass(kw_only=True)
 class ClusterCosts:
     """Costs on a cluster; collectives by their mesh dimension."""
@@ -76,7 +71,7 @@ class ClusterCosts:
     cluster: Cluster
     mesh: MeshSpec
     host: HostPace = field(default_factory=HostPace)
-    contention_frac: float = CONTENTION_FRAC
+    contention_frac: float = CONTENTION_FRACS[1]
     """How much longer a computing kernel takes while a collective is in flight."""
 
     compute_frac: float = 1.0

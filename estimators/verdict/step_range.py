@@ -21,13 +21,8 @@ from fsdp2prof.estimators.simulate.program import Kernel, Program
 from fsdp2prof.estimators.simulate.streams import host_tail_ns, simulate
 from fsdp2prof.estimators.techniques.registry import notes_of
 from fsdp2prof.estimators.timeline.calibrated import PlacedCosts
-from fsdp2prof.estimators.timeline.costs import CONTENTION_FRAC, ClusterCosts, HostPace
+from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
 from fsdp2prof.results.estimate import StepRange
-
-CONTENTION = (0.05, CONTENTION_FRAC, 0.40)
-"""How much longer a kernel takes beside a collective: kindest, in the estimate, harshest."""
-HOST_NS = (3_000, 5_000, 10_000)
-"""What the eager host takes to issue an operator, likewise."""
 
 _Value = TypeVar("_Value", int, float)
 
@@ -142,8 +137,8 @@ def _ends(cluster: Cluster, kindest: HardwareSpec) -> tuple[_End, _End]:
     slow_link, fast_link = hardware.link_range
     slow_small, fast_small = hardware.small_link_range
     slow_network, fast_network = (1.0, 1.0) if cluster.network is None else cluster.network.range
-    contention = _known(CONTENTION[::2], hardware.overlap_slowdown_frac)
-    host = _known(HOST_NS[::2], hardware.host_operator_ns)
+    contention = _known(shares.CONTENTION_FRACS[::2], hardware.overlap_slowdown_frac)
+    host = _known(shares.HOST_OPERATOR_NS[::2], hardware.host_operator_ns)
     starved = shares.HOST_CORE_GB_PER_S * shares.HOST_STARVED
     return (
         _End(
@@ -183,12 +178,12 @@ def _in_words(program: Program, costs: ClusterCosts, kind: _End, harsh: _End) ->
     if kind.contention_frac != harsh.contention_frac:
         lines.append(
             f"kernels beside a collective take {kind.contention_frac:.0%} to {harsh.contention_frac:.0%} "
-            f"longer ({CONTENTION[1]:.0%} in the estimate)"
+            f"longer ({shares.CONTENTION_FRACS[1]:.0%} in the estimate)"
         )
     if kind.operator_ns != harsh.operator_ns:
         lines.append(
             f"the host issues an operator in {kind.operator_ns / 1000:g} to {harsh.operator_ns / 1000:g} us "
-            f"({HOST_NS[1] / 1000:g} us in the estimate)"
+            f"({shares.HOST_OPERATOR_NS[1] / 1000:g} us in the estimate)"
         )
     if any(isinstance(command, Kernel) and costs.host.work_ns(command) for command in program.commands):
         lines.append(
