@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -35,7 +35,6 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.optimizers import IMPLEMENTATIONS
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.fake_world import (
-    HostMemory,
     expert_mesh,
     fake_process_group,
     fsdp_mesh,
@@ -186,42 +185,45 @@ class Execution:
     """Address -> block of storages that were made for one block outside of its own work."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FakeRank:
-    """A rank of a world that is not there: its sharded models on meta, and what they run with."""
+    """A rank of a world that is not there: its models, sharded on meta, and what they run with."""
 
-    spec: ModelSpec
-    sizes: MeshSpec
-    policy: PolicySpec
-    mesh: DeviceMesh
-    mode: FakeTensorMode
-    model: Model
-    seconds: tuple[SecondModel, ...]
-    host: HostMemory
-
-    @property
-    def others(self) -> list[SecondModel]:
-        """Second models with parameters of their own."""
-        return [second for second in self.seconds if not second.is_itself]
+    def __init__(
+        self,
+        stack: ExitStack,
+        spec: ModelSpec,
+        sizes: MeshSpec,
+        policy: PolicySpec,
+        graphs: Graphs | None,
+        rank: int,
+    ) -> None:
+        self._sizes, self._policy = sizes, policy
+        self.mesh = stack.enter_context(fake_process_group(sizes, rank=rank))
+        self.mode = stack.enter_context(fake_tensors(follow_values=policy.follows_values))
+        stack.enter_context(attention_kernel(policy))
+        self.model = sharded_model(spec, sizes, policy, self.mesh, graphs=graphs)
+        self.seconds = second_models(self.model, spec, sizes, policy, self.mesh)
+        self.others = [second for second in self.seconds if not second.is_itself]
+        self.host = stack.enter_context(host_memory(offloads=policy.offload))
 
     def loop(self, following: Callable[[], AbstractContextManager[object]] = nullcontext) -> TrainingLoop:
-        """Give the models their memory and return the training; ``following`` is around the trained one."""
-        model, device = self.model, stand_in_device()
+        """Give the models their memory and return the training; ``following`` is around the trained one's."""
+        device = stand_in_device()
         with following():
-            materialize(model.module, device, self.host)
+            materialize(self.model.module, device, self.host)
         for other in self.others:
             materialize(other.model.module, device, self.host)
         with following():
-            optimizer = build_optimizer(model, self.policy)
+            optimizer = build_optimizer(self.model, self._policy)
         return TrainingLoop(
-            model=model,
+            model=self.model,
             seconds=self.seconds,
-            policy=self.policy,
+            policy=self._policy,
             optimizer=optimizer,
             host=self.host,
             device=device,
-            loss_is_parallel=model.divides_logits(self.sizes.tp, self.policy.loss_parallel),
-            stage=PipelineStage(model, self.sizes, self.policy) if self.sizes.pp > 1 else None,
+            loss_is_parallel=self.model.divides_logits(self._sizes.tp, self._policy.loss_parallel),
+            stage=PipelineStage(self.model, self._sizes, self._policy) if self._sizes.pp > 1 else None,
         )
 
 
@@ -229,26 +231,12 @@ class FakeRank:
 def fake_rank(
     spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, graphs: Graphs | None = None, rank: int = 0
 ) -> Iterator[FakeRank]:
-    """Build and shard the models of ``rank`` of ``mesh``, with nothing but fake tensors meanwhile.
+    """Be ``rank`` of ``mesh``, where every tensor is fake; blocks are compiled into ``graphs`` where given.
 
-    With ``graphs`` the blocks run as ``torch.compile`` of each would. Raises ``ModelError`` for what cannot
-    be built or sharded.
+    Raises ``ModelError`` for models that cannot be built or sharded.
     """
     with ExitStack() as stack:
-        device_mesh = stack.enter_context(fake_process_group(mesh, rank=rank))
-        mode = stack.enter_context(fake_tensors(follow_values=policy.follows_values))
-        stack.enter_context(attention_kernel(policy))
-        model = sharded_model(spec, mesh, policy, device_mesh, graphs=graphs)
-        yield FakeRank(
-            spec=spec,
-            sizes=mesh,
-            policy=policy,
-            mesh=device_mesh,
-            mode=mode,
-            model=model,
-            seconds=second_models(model, spec, mesh, policy, device_mesh),
-            host=stack.enter_context(host_memory(offloads=policy.offload)),
-        )
+        yield FakeRank(stack, spec, mesh, policy, graphs, rank)
 
 
 def execute(
