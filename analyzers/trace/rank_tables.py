@@ -352,6 +352,7 @@ def _disagreements(trace: Trace, manifest: RankManifest | None) -> list[str]:
         ("rank", trace.rank, manifest.rank),
         ("world size", trace.world_size, manifest.world_size),
         ("device", trace.device.name or None, manifest.device.name or None),
+        ("torch", trace.torch_version, manifest.versions.get("torch")),
     )
     return [
         f"{trace.source}: its {what} is {here}, the manifest beside it says {there}: another rank's or run's "

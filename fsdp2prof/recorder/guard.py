@@ -2,8 +2,9 @@
 
 Whatever the training runs of the recorder is made here: wrappers of torch's functions (:meth:`Guard.around`),
 hooks, threads and ``atexit`` callbacks (:meth:`Guard.hook`), signal handlers (:meth:`Guard.on_signal`).
-An exception in one part of the recorder switches that part off and leaves the others on. One line on stderr
-and a message in the manifest say so; the traceback is in ``errors.txt`` of the rank's folder.
+An exception in one part of the recorder, of any class but Ctrl-C's and ``sys.exit``'s, switches that part off
+and leaves the others on. One line on stderr and a message in the manifest say so; the traceback is in
+``errors.txt`` of the rank's folder.
 
 The training's own functions are called once, and no exception of theirs is caught.
 """
@@ -71,6 +72,8 @@ _NAMES: dict[Part, str] = {
 }
 _LASTING: frozenset[Part] = frozenset({"manifest", "ending"})
 """Tried again after a failure: the disk may have room by then, and a rank ends once."""
+_OF_THE_TRAINING = (KeyboardInterrupt, SystemExit)
+"""Nothing of ours raises them: they come from a signal."""
 
 
 class Guard:
@@ -138,7 +141,9 @@ class Guard:
         local.depth = getattr(local, "depth", 0) + 1
         try:
             return action(*arguments, **named)
-        except Exception as error:
+        except _OF_THE_TRAINING:
+            raise
+        except BaseException as error:
             if self._is_of_a_handler(error):
                 raise
             self.fail(part, error)
@@ -243,7 +248,7 @@ class Guard:
         else:
             action()
 
-    def fail(self, part: Part, error: Exception) -> None:
+    def fail(self, part: Part, error: BaseException) -> None:
         """Switch a part off and say so."""
         try:
             first = part not in self._failed
@@ -257,10 +262,12 @@ class Guard:
                 self._try(undo)
             if first and os.getpid() == self._pid:
                 self._try(self._tell, part, message, error)
-        except Exception:  # of a str() of the error's: the part is off all the same
+        except _OF_THE_TRAINING:
+            raise
+        except BaseException:  # of a str() of the error's: the part is off all the same
             self._failed.setdefault(part, f"{_NAMES[part]} failed")
 
-    def _tell(self, part: Part, message: str, error: Exception) -> None:
+    def _tell(self, part: Part, message: str, error: BaseException) -> None:
         rank = os.environ.get("RANK", "0")
         if isinstance(error, OSError) and self._file is not None and not self._file.parents[1].is_dir():
             if not self._is_removed:
@@ -297,7 +304,9 @@ class Guard:
     def _try(action: Callable[..., object], *arguments: Any) -> None:
         try:
             action(*arguments)
-        except Exception:  # nothing is left to tell it to
+        except _OF_THE_TRAINING:
+            raise
+        except BaseException:  # nothing is left to tell it to
             return
 
     def _serve(self) -> None:

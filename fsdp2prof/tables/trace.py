@@ -214,3 +214,5 @@ class Trace:
     capture: Literal["drained", "cut", "made"] = "drained"
     """``drained``: the recording ended when the device had done all its work, as torch's profiler does;
     ``cut``: it ended while the device may have worked; ``made``: inferred, not recorded."""
+    torch_version: str | None = None
+    """That recorded it; None where the file does not say."""

@@ -49,6 +49,22 @@ def test_a_failure_is_said_once_everywhere_and_costs_its_part_alone(
     assert "in broken" in (tmp_path / "errors.txt").read_text()
 
 
+class Unusual(BaseException):
+    """As foreign extensions raise."""
+
+
+def test_any_class_of_exception_is_caught_but_those_that_signals_raise(guard: Guard) -> None:
+    def fail(kind: type[BaseException]) -> None:
+        raise kind
+
+    assert guard.run("trace", fail, Unusual) is None
+    assert guard.is_off("trace")
+    for kind in (KeyboardInterrupt, SystemExit):
+        with pytest.raises(kind):
+            guard.run("memory", fail, kind)
+    assert not guard.is_off("memory")
+
+
 def test_with_the_recording_everything_is_off_but_the_end(guard: Guard) -> None:
     guard.run("recording", broken)
     assert guard.run("watch", lambda: 1) is None

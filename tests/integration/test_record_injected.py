@@ -10,6 +10,7 @@ import pytest
 
 from .injection.names import hidden_names, modules, removed_names
 from .injection.running import VARIANTS, Injections, functions
+from .injection.training import ENDINGS
 
 EVERYTHING = VARIANTS["everything"]
 
@@ -25,10 +26,18 @@ def unbroken(folder: Path, injections: list[dict[str, Any]]) -> None:
 
 
 def test_a_sample_of_everything(tmp_path: Path) -> None:
-    entered = functions(tmp_path / "count", ["everything"])
-    assert len({one["function"] for one in entered}) > 300
-    sample = [*sampled(entered, 6), *sampled(modules(), 1), *sampled(hidden_names(), 2)]
+    entered = functions(tmp_path / "count", ["everything"], endings=("returns", "SIGTERM"))
+    assert len({one["function"] for one in entered}) > 400
+    sample = [*sampled(entered, 7), *sampled(modules(), 1), *sampled(hidden_names(), 2)]
+    for one, how in zip(sample, ("raise", "raise", "raise", "raise", "base", "none", "none"), strict=False):
+        one["how"] = how
     unbroken(tmp_path / "broken", sample)
+
+
+def test_a_sample_of_one_rank_of_two(tmp_path: Path) -> None:
+    """The other rank neither waits for it nor goes another way."""
+    entered = functions(tmp_path / "count", ["try"], calls=(1,), ranks=2, only_rank=1)
+    unbroken(tmp_path / "broken", sampled([one for one in entered if "trials" in one["function"]], 3))
 
 
 def test_what_stands_between_is_seen_to_break(tmp_path: Path) -> None:
@@ -40,9 +49,26 @@ def test_what_stands_between_is_seen_to_break(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(14400)
+@pytest.mark.parametrize("calls", [(1, 3), (2, -1)], ids=["first-and-third", "second-and-last"])
+def test_every_function_at_some_of_its_calls(tmp_path: Path, calls: tuple[int, int]) -> None:
+    unbroken(tmp_path / "broken", functions(tmp_path / "count", VARIANTS, calls, ENDINGS))
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_every_function_at_its_first_and_third_call(tmp_path: Path) -> None:
-    unbroken(tmp_path / "broken", functions(tmp_path / "count", VARIANTS))
+@pytest.mark.parametrize("how", ["base", "none", "sleep"])
+def test_every_function_in_another_way(tmp_path: Path, how: str) -> None:
+    """An exception of a class that few handlers catch; None for the value; two seconds more."""
+    unbroken(tmp_path / "broken", functions(tmp_path / "count", VARIANTS, (1,), ENDINGS, how=how))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(14400)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_function_on_one_rank_of_two(tmp_path: Path, rank: int) -> None:
+    entered = functions(tmp_path / "count", VARIANTS, (1,), ENDINGS[:2], ranks=2, only_rank=rank)
+    unbroken(tmp_path / "broken", entered)
 
 
 @pytest.mark.slow

@@ -208,6 +208,17 @@ def test_a_trace_of_another_rank_or_device_is_said(tmp_path: Path) -> None:
     ] * 3
 
 
+def test_a_trace_of_another_torch_is_said(tmp_path: Path) -> None:
+    trace = replace(read_trace(spoilt(tmp_path / "trace.json.gz", _nothing)), torch_version="2.9.1")
+    for version, told in (
+        ("2.9.1", []),
+        ("2.13.0", ["its torch is 2.9.1, the manifest beside it says 2.13.0"]),
+    ):
+        manifest = RankManifest(rank=0, world_size=4, versions={"torch": version})
+        warnings = analyze_trace([(trace, manifest)]).warnings
+        assert [one.split(": ")[1] for one in warnings] == told
+
+
 def test_records_that_overlap_on_one_stream_are_said() -> None:
     trace = TraceBuilder()
     for i in range(10):

@@ -105,6 +105,7 @@ class Header(msgspec.Struct):
     distributed_info: Any = msgspec.field(default=None, name="distributedInfo")
     device_properties: Any = msgspec.field(default=None, name="deviceProperties")
     base_time_ns: Any = msgspec.field(default=0, name="baseTimeNanoseconds")
+    torch_version: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ def assemble(source: str, header: Header, share: Share, warnings: list[str]) -> 
         threads=tuple(threads.names),
         warnings=tuple(warnings),
         syncs=waits,
+        torch_version=header.torch_version if isinstance(header.torch_version, str) else None,
     )
 
 

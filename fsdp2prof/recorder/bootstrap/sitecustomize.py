@@ -40,7 +40,9 @@ class _AfterImport(MetaPathFinder):
             execute(module)
             try:
                 receive(module)
-            except Exception as error:
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
                 _leave_sign_of_life(f"!{sys.executable} cannot load the recorder ({reason})\n")
 

@@ -24,6 +24,8 @@ from fsdp2prof.units import parse_bytes
 
 PATIENCE = timedelta(seconds=120)
 _STEP_PATIENCE = timedelta(seconds=20)
+_SHARE = 4
+"""Part of a collective's timeout that is waited at most: a rank that does not come waits in a collective."""
 _STAYS, _STAYS_WITH = "stays", "stays_with"
 
 
@@ -88,7 +90,7 @@ class StepsThatFit:
         if self._store is None:
             return self._own
         try:
-            self._store.wait(["all"], _STEP_PATIENCE)
+            self._store.wait(["all"], _patience(self._store, _STEP_PATIENCE))
         except RuntimeError as error:
             raise RuntimeError("another rank did not say how many steps fit --max-trace-size") from error
         return next((steps for steps in range(self._own) if self._store.add(str(steps), 0)), self._own)
@@ -113,6 +115,12 @@ def _store_of_groups(name: str) -> Any:
         return None
     store: Any = dist.distributed_c10d._get_default_store()
     return dist.PrefixStore(name, store)
+
+
+def _patience(store: Any, most: timedelta) -> timedelta:
+    """Return how long a rank may wait here: its peers' collectives must not time out meanwhile."""
+    timeout: timedelta = store.timeout  # of the process groups
+    return min(most, timeout / _SHARE)
 
 
 class LeftError(Exception):
@@ -144,7 +152,7 @@ class Agreement:
         """
         votes = {*votes, _STAYS}
         number = self._cast(votes, word)
-        self._store.wait([f"{number}/all"], PATIENCE)
+        self._store.wait([f"{number}/all"], _patience(self._store, PATIENCE))
         agreed = {vote for vote in votes if self._store.add(f"{number}/{vote}", 0) == self._count}
         if _STAYS not in agreed:
             raise LeftError(self._store.add(f"{number}/{_STAYS_WITH}", 0))

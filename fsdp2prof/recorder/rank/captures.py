@@ -164,8 +164,8 @@ class Captures:
         self._fits: StepsThatFit | None = None
         if options.max_trace_size is not None and options.active:
             self._fits = StepsThatFit(options, self._manifest.world_size, file.folder.parent.name)
-        self._leaving: _MemoryCapture | None = None
-        """What has stopped inside an operator, and is still to be taken out of torch."""
+        self._leaving: list[tuple[Part, TraceCapture | _MemoryCapture]] = []
+        """What is still to be taken out of torch: it stopped inside an operator, or lost Kineto's session."""
         self._without_memory = not options.memory or not options.memory_steps or guard.is_off("memory")
         if guard.is_off("trace") or guard.is_off("profilers"):
             self._schedule.leave_out("traced")
@@ -218,7 +218,7 @@ class Captures:
         self._step, self._was_put_off = step, False
         self._take_out()
         was_captured = self._kind != "plain"
-        self.give_way()
+        self.give_way(step - 1)
         self._profiled = training_profilers.active
         return was_captured or self._schedule.kind(step) != "plain"
 
@@ -276,27 +276,34 @@ class Captures:
         if waits and self._schedule.bring_forward(self._step):
             self.begin_step()
 
-    def give_way(self) -> None:
-        """Make way for a profiler of the training's on another thread, which waits for it."""
-        if self._kind != "plain" and training_profilers.active:
-            self.make_way()
+    def give_way(self, step: int | None = None) -> None:
+        """Make way for a profiler of the training's on another thread, which waits for it or has waited."""
+        if self._kind != "plain" and (training_profilers.active or training_profilers.has_taken_over):
+            self.make_way(step)
 
-    def make_way(self) -> None:
-        """End what is being captured, for the training's own profiler is about to begin."""
+    def make_way(self, step: int | None = None) -> None:
+        """End what is being captured, for the training's own profiler is about to begin.
+
+        ``step`` is the one that is not captured: the running one, or where that has just ended, it.
+        """
         self._profiled = True
+        self._take_out()
         if self._kind == "plain":
             return
         trace, memory = self._trace, self._memory
+        is_lost = trace is not None and training_profilers.has_taken_over
+        if is_lost:
+            self._traced.clear()
         keep = bool(self._traced if trace is not None else self._manifest.memory_steps)
         if keep:
             self.finish()
         else:
             self._trace = self._memory = None
             if trace is not None:
-                _stop("trace", trace, keep=False)
+                self._stop("trace", trace, keep=False)
             if memory is not None:
-                self._stop_memory(memory, keep=False)
-        self._put_off(begun=True, keep=keep)
+                self._stop("memory", memory, keep=False)
+        self._put_off(begun=True, keep=keep, step=step)
         self._kind = "plain"
         guard.clean("roots", self._roots.mark, False)
         self._file.write()
@@ -314,7 +321,7 @@ class Captures:
         guard.clean("host", self._host.stop)
         if (trace := self._trace) is not None:
             with self._pause("trace", [TRACE_FILE]):
-                _stop("trace", trace, keep=self._kind != "warmup")
+                self._stop("trace", trace, keep=self._kind != "warmup")
             self._trace = None
             if trace.warning is not None:
                 self._file.tell(trace.warning)
@@ -323,7 +330,7 @@ class Captures:
         if memory is not None:
             guard.run("description", self._file.describe_tensors, memory.address)
             with self._pause("memory", [SNAPSHOT_FILE, STORAGE_COUNT_FILE]):
-                self._stop_memory(memory)
+                self._stop("memory", memory)
             if memory.lost is not None:
                 self._file.tell(f"memory is not recorded: {memory.lost}")
                 self._leave_out("memory")
@@ -369,11 +376,11 @@ class Captures:
             self._abstain()
             trace, self._trace = self._trace, None
             if trace is not None:
-                _stop("trace", trace, keep=keep)
+                self._stop("trace", trace, keep=keep)
         else:
             memory, self._memory = self._memory, None
             if memory is not None:
-                self._stop_memory(memory)
+                self._stop("memory", memory)
         self._is_short = True
         files = [TRACE_FILE] if kind == "traced" else [SNAPSHOT_FILE, STORAGE_COUNT_FILE]
         if any((self._file.folder / name).is_file() for name in files):
@@ -431,7 +438,7 @@ class Captures:
             with self._pause("trace", []):
                 self._fits.measured(trace.measure())
         except Exception:
-            _stop("trace", trace, keep=False)
+            self._stop("trace", trace, keep=False)
             raise
 
     def _limit_trace(self) -> None:
@@ -451,21 +458,22 @@ class Captures:
         trace = self._trace
         if not fits and trace is not None:
             self._trace = None
-            _stop("trace", trace, keep=False)
+            self._stop("trace", trace, keep=False)
 
     def _abstain(self) -> None:
         if self._fits is not None:
             guard.clean("trace", self._fits.abstain)
 
-    def _stop_memory(self, memory: _MemoryCapture, *, keep: bool = True) -> None:
-        _stop("memory", memory, keep=keep)
-        self._leaving = memory
+    def _stop(self, part: Part, capture: TraceCapture | _MemoryCapture, *, keep: bool = True) -> None:
+        """Stop a capture; again where that fails, since nothing of ours may stay in torch."""
+        guard.clean(part, capture.finish if keep else capture.discard)
+        self._leaving.append((part, capture))
         self._take_out()
 
     def _take_out(self) -> None:
-        """Take out of torch what could not be while an operator ran."""
-        if self._leaving is not None and guard.clean("memory", self._leaving.discard) is not False:
-            self._leaving = None
+        """Take out of torch what could not be before."""
+        leaving, self._leaving = self._leaving, []
+        self._leaving += [one for one in leaving if guard.clean(one[0], one[1].discard) is False]
 
     def _begin_traced_step(self, kind: StepKind) -> None:
         if self._trace is None:
@@ -496,8 +504,8 @@ class Captures:
         else:
             self._memory.begin_step(self._step)
 
-    def _put_off(self, *, begun: bool = False, keep: bool = False) -> None:
-        self._schedule.put_off(self._step, begun=begun, keep=keep)
+    def _put_off(self, *, begun: bool = False, keep: bool = False, step: int | None = None) -> None:
+        self._schedule.put_off(self._step if step is None else step, begun=begun, keep=keep)
         self._was_put_off = self._gave_way = True
         self._abstain()
 
@@ -525,13 +533,6 @@ class Captures:
         self._manifest.micro_batches, self._manifest.gradient_syncs = same
         add_forward_order(self._manifest.param_groups, self._roots)
         self._root_steps.describe_groups(self._manifest.param_groups)
-
-
-def _stop(part: Part, capture: TraceCapture | _MemoryCapture, *, keep: bool = True) -> None:
-    """Stop a capture; again where that fails, since nothing of ours may stay in torch."""
-    guard.clean(part, capture.finish if keep else capture.discard)
-    if guard.is_off(part):
-        guard.clean(part, capture.discard)
 
 
 def _listed(steps: list[int]) -> str:

@@ -185,6 +185,7 @@ class RankSession:
         guard.run("recording", self._steps.finish)
         if self._trials is not None:
             guard.run("trial", self._trials.close)
+        guard.run("captures", self._captures.give_way)
         over, whole = self._captures.is_over, self._captures.is_whole
         guard.run("captures", self._captures.finish)
         self._stop_watching()

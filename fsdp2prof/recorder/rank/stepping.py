@@ -81,11 +81,11 @@ class OptimizerWatch:
         make: Any = Optimizer.profile_hook_step
         hooked = guard.around_made("recording", make, self._enter)
         self._replace(Optimizer, "profile_hook_step", staticmethod(hooked))
-        self._replace(GradScaler, "step", self._around(GradScaler.step))
+        self._replace(GradScaler, "step", guard.around("recording", GradScaler.step, self._enter))
         for owner in _subclasses(Optimizer):
             step = owner.__dict__.get("step")
             if step is not None and getattr(step, "hooked", False):
-                self._replace(owner, "step", self._around(step))
+                self._replace(owner, "step", guard.around("recording", step, self._enter))
         for optimizer in _with_own_step():
             enter = partial(self._enter_own, ref(optimizer))
             optimizer.step = guard.around("recording", optimizer.step, enter)  # type: ignore[method-assign]
@@ -100,9 +100,6 @@ class OptimizerWatch:
     def _replace(self, owner: type, name: str, replacement: Any) -> None:
         self._restore.append((owner, name, owner.__dict__[name]))
         setattr(owner, name, replacement)
-
-    def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        return guard.around("recording", step, self._enter)
 
     def _enter(self, owner: Any, *_: Any, **__: Any) -> Callable[[bool, Any], None] | None:
         if not self._installed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -92,15 +93,19 @@ class TraceCapture:
         return self._running
 
     def finish(self) -> None:
-        """Stop and, if anything was traced, write the trace. A step that still runs is cut here."""
+        """Stop and, if anything was traced, write the trace. A step that still runs is cut here.
+
+        Nothing is written of a session that the training's profiler took over.
+        """
         was_running = self._running
-        self.discard()
-        if was_running:
+        is_lost = training_profilers.has_taken_over
+        if self.discard() and was_running and not is_lost:
             self._export(self._path)
 
     def measure(self) -> int:
         """Stop, and return the bytes that the file would have."""
-        self.discard()
+        if training_profilers.has_taken_over or not self.discard():
+            raise RuntimeError("a profiler of the training's took the session over")
         with tempfile.TemporaryDirectory(prefix=scratch_prefix(os.getpid())) as folder:
             path = Path(folder, TRACE_FILE)
             self._export(path)
@@ -120,21 +125,31 @@ class TraceCapture:
                 self.warning = _missing_records(text)
             _compress(text, path)
 
-    def discard(self) -> None:
-        """Stop and write nothing. Safe to call again after a failure: torch's profiler must be left free."""
+    def discard(self) -> bool:
+        """Stop and write nothing. Safe to call again after a failure: torch's profiler must be left free.
+
+        Returns False if it cannot be stopped before a profiler of the training's, which took its session.
+        """
         self.end_step()
+        if not self._prepared:
+            return True
+        if not training_profilers.leave():
+            return False
         try:
-            if self._prepared:
+            if self._running or not training_profilers.has_taken_over:
                 self._stop()
             self._prepared = self._running = False
         finally:
             training_profilers.release()
+        return True
 
     def _stop(self) -> None:
         if not self._running:
             self._start()  # a prepared profiler can only be stopped through a start
         with training_profilers.set_aside():
             try:
+                if training_profilers.has_taken_over:  # Kineto crashes where it has no session to stop
+                    self._profiler.prepare_trace()
                 self._profiler.stop_trace()
             finally:
                 if _profiler_enabled():  # a torch whose profiler is stopped in another way
@@ -144,6 +159,7 @@ class TraceCapture:
         with training_profilers.set_aside():
             self._profiler.start_trace()
             self._running = True
+            self._profiler.add_metadata_json("torch_version", json.dumps(torch.__version__))
 
 
 def _missing_records(trace: Path) -> str | None:

@@ -13,8 +13,9 @@ from torch.autograd import _profiler_enabled
 
 from fsdp2prof.recorder.guard import Enter, guard
 
-PATIENCE_S = 60.0
-"""Seconds that the training's profiler on another thread waits until ours has stopped on its own."""
+PATIENCE_S = 20.0
+"""Seconds that the training's profiler on another thread waits until ours has stopped on its own. The thread
+of ours may be waiting for that thread, so that more would not help."""
 
 
 class ProfilerListener(Protocol):
@@ -37,7 +38,8 @@ class TrainingProfilers:
     Kineto has one session for the process, and torch keeps the other half of a profiler's state per thread: a
     profiler can be stopped on its own thread alone, and crashes the process where another thread has begun a
     session since. So the training's profiler waits on another thread until ours has left
-    (:meth:`claim`, :meth:`release`).
+    (:meth:`claim`, :meth:`release`). If it waits in vain it takes the session over, and ours is taken out of
+    its thread once theirs has ended, with a session that is prepared anew (:meth:`leave`).
     """
 
     def __init__(self) -> None:
@@ -49,6 +51,11 @@ class TrainingProfilers:
         self._turn = threading.Condition()
         self._thread: int | None = None
         """On which a profiler of ours is set up or runs."""
+        self._beginner: int | None = None
+        """The thread on which the training's profiler begins or runs."""
+        self.has_taken_over = False
+        """Whether it took the session of a profiler of ours, which is still to be taken out."""
+        self._is_leaving = False
 
     def claim(self) -> bool:
         """Take the process's profiler for ours, on this thread; False where the training has it."""
@@ -61,8 +68,16 @@ class TrainingProfilers:
     def release(self) -> None:
         """Ours has stopped."""
         with self._turn:
-            self._thread = None
+            self._thread, self._is_leaving, self.has_taken_over = None, False, False
             self._turn.notify_all()
+
+    def leave(self) -> bool:
+        """Let theirs wait while ours is stopped; False as long as one runs that has taken the session."""
+        with self._turn:
+            if self.has_taken_over and self.active and self._beginner != threading.get_ident():
+                return False
+            self._thread, self._is_leaving = threading.get_ident(), True
+            return True
 
     def install(self) -> None:
         """Begin watching, once."""
@@ -111,12 +126,20 @@ class TrainingProfilers:
     def _begin(self, *_: Any, **__: Any) -> None:
         if not self._watches or self.active:
             return
+        here = threading.get_ident()
+
+        def is_free() -> bool:
+            return self._thread in (None, here)
+
         with self._turn:
-            self.active = True
+            self.active, self._beginner = True, here
         if self.listener is not None:
             self.listener.profiler_begins()
         with self._turn:
-            self._turn.wait_for(lambda: self._thread in (None, threading.get_ident()), PATIENCE_S)
+            if not self._turn.wait_for(is_free, PATIENCE_S) and not (
+                self._is_leaving and self._turn.wait_for(is_free)
+            ):
+                self._thread, self.has_taken_over = None, True
 
     def _end(self, *_: Any, **__: Any) -> Callable[[bool, Any], None] | None:
         def ended(returned: bool, _: Any) -> None:

@@ -110,7 +110,14 @@ class _HostWaits:
         self._blocked_ns = 0
         self._module = cast("Any", import_module(f"{_FSDP}._fsdp_collectives"))
         self._of_module: Any = self._module.dist
-        self._module.dist = self._timed(dist)
+        # A module that is torch.distributed but for the collectives that FSDP2 calls.
+        timed = ModuleType(dist.__name__)
+        timed.__dict__["__getattr__"] = partial(getattr, dist)
+        for name in _COLLECTIVES:
+            if hasattr(dist, name):
+                collective = guard.around("watch", getattr(dist, name), self._enter, at=(dist, name))
+                setattr(timed, name, collective)
+        self._module.dist = timed
 
     def take(self) -> Callable[[], int | None]:
         """Begin a new step."""
@@ -120,16 +127,6 @@ class _HostWaits:
     def remove(self) -> None:
         """Put back what FSDP2 calls."""
         self._module.dist = self._of_module
-
-    def _timed(self, module: ModuleType) -> ModuleType:
-        """A module that is ``torch.distributed`` but for the collectives that FSDP2 calls."""
-        timed = ModuleType(module.__name__)
-        timed.__dict__["__getattr__"] = partial(getattr, module)
-        for name in _COLLECTIVES:
-            if hasattr(module, name):
-                collective = guard.around("watch", getattr(module, name), self._enter, at=(module, name))
-                setattr(timed, name, collective)
-        return timed
 
     def _enter(self, *_: Any, **__: Any) -> Callable[[bool, Any], None]:
         start = time.perf_counter_ns()

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +15,9 @@ from typing import Any
 
 from fsdp2prof.manifest import RecordOptions
 
-from .training import BOUNDARY, STEPS, TRIAL_STEPS
+from .training import BOUNDARY, ENDINGS, STEPS, TRIAL_STEPS
 
-__all__ = ["VARIANTS", "Injections", "functions"]
+__all__ = ["CALLS", "VARIANTS", "Injections", "functions"]
 
 _TRAINING = Path(__file__).with_name("training.py")
 _FEW: dict[str, Any] = {"wait": 0, "warmup": 1, "active": 2}
@@ -26,6 +27,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "again": {**_FEW, "every": 4, "on_demand": True, "signal": "USR1", "memory": False},
     "try": {**_FEW, "trial": {"candidates": ["reshard=never", "forward_prefetch=1"], "steps": 12}},
 }
+CALLS = (1, 3)
+"""Of each function that are broken; -1 is the last."""
 
 
 @dataclass
@@ -51,53 +54,76 @@ class Injections:
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        self._codes = [json.loads(line)["code"] for line in done.stdout.splitlines()]
+        self._codes = [json.loads(line)["codes"] for line in done.stdout.splitlines()]
         return folders
 
     def compare(self, injections: Sequence[dict[str, Any]]) -> None:
-        """Run them and the training alone; what ends or prints something else is broken."""
-        lengths = sorted({_steps(one) for one in injections})
-        folders = self.run([*({"recorded": False, "steps": steps} for steps in lengths), *injections])
-        alone = dict(zip(lengths, zip(self._codes, map(_stdout, folders), strict=False), strict=False))
-        assert all(code == 0 and "evaluated" in stdout for code, stdout in alone.values())
-        broken = zip(injections, folders[len(lengths) :], self._codes[len(lengths) :], strict=True)
-        for injection, folder, code in broken:
-            if (code, _stdout(folder)) != alone[_steps(injection)]:
+        """Run them and the trainings alone; what ends or prints something else is broken."""
+        kinds = sorted({_kind(one) for one in injections})
+        plain = [{"recorded": False, "steps": n, "ranks": m, "ending": how} for n, m, how in kinds]
+        folders = self.run([*plain, *injections])
+        seen = [
+            (codes, [(folder / f"stdout{rank or ''}").read_text() for rank in range(len(codes))])
+            for folder, codes in zip(folders, self._codes, strict=True)
+        ]
+        alone = dict(zip(kinds, zip(seen, folders, strict=True), strict=False))
+        assert all(codes[0] in _EXPECTED[kind[2]] for kind, ((codes, _), _) in alone.items())
+        first = len(kinds)
+        for injection, folder, (codes, out) in zip(injections, folders[first:], seen[first:], strict=True):
+            same, plain_folder = alone[_kind(injection)]
+            if (codes, out) != same:
                 last = (folder / "stderr").read_text().splitlines()[-1:]
-                self.broken.append(f"{described(injection)}: exit {code}: {last}")
-            elif "Traceback" in (folder / "stderr").read_text():
+                self.broken.append(f"{described(injection)}: exit {codes}: {last}")
+            elif _tracebacks(folder) != _tracebacks(plain_folder):
                 self.broken.append(f"{described(injection)}: a traceback on stderr")
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_EXPECTED = {"returns": {0}, "raises": {1}, "SIGTERM": {-15}}
+
+
+def _tracebacks(folder: Path) -> int:
+    return sum(file.read_text().count("Traceback") for file in folder.glob("stderr*"))
+
+
+def _kind(injection: dict[str, Any]) -> tuple[int, int, str]:
+    """What the training alone depends on: steps, ranks, ending."""
+    return _steps(injection), injection.get("ranks", 1), injection.get("ending", "returns")
 
 
 def _steps(injection: dict[str, Any]) -> int:
     return TRIAL_STEPS if injection.get("options", {}).get("trial") else STEPS
 
 
-def _stdout(folder: Path) -> str:
-    return (folder / "stdout").read_text()
-
-
 def described(injection: dict[str, Any]) -> str:
     """What is broken, in a line."""
-    shown = ("function", "call", "module", "torch", "how")
+    shown = ("function", "call", "module", "torch", "how", "ending", "ranks", "only_rank")
     return " ".join(f"{key}={injection[key]}" for key in shown if key in injection)
 
 
-def functions(folder: Path, variants: Iterable[str]) -> list[dict[str, Any]]:
-    """Break the first and the third call of every function, in the first variant that enters it."""
-    options = [dict(VARIANTS[name]) for name in variants]
-    for one in options:
-        RecordOptions(**one)
-    folders = Injections(folder).run([{"options": one, "count": True} for one in options])
+def functions(
+    folder: Path,
+    variants: Iterable[str],
+    calls: Sequence[int] = CALLS,
+    endings: Sequence[str] = ENDINGS[:1],
+    **how: Any,
+) -> list[dict[str, Any]]:
+    """Break these calls of every function, in the first variant that enters it."""
+    given = [{"options": dict(VARIANTS[name]), "ending": end, **how} for end in endings for name in variants]
+    for one in given:
+        RecordOptions(**one["options"])
+    folders = Injections(folder).run([{**one, "count": True} for one in given])
     seen: set[str] = set()
     found = []
-    for one, counted in zip(options, folders, strict=True):
-        calls = json.loads((counted / "calls.json").read_text())
-        for name, count in sorted(calls.items()):
+    for one, counted in zip(given, folders, strict=True):
+        counts = Counter[str]()
+        for file in sorted(counted.glob("calls-*.json")):
+            counts |= Counter(json.loads(file.read_text()))
+        for name, count in sorted(counts.items()):
             if name in seen or name.startswith(BOUNDARY) or name.endswith(":<module>"):
                 continue
             seen.add(name)
-            found += [{"function": name, "call": n, "options": one} for n in (1, 3) if n <= count]
+            chosen = {count if n < 0 else n for n in calls} & set(range(1, count + 1))
+            found += [{"function": name, "call": n, **one} for n in sorted(chosen)]
     shutil.rmtree(folder, ignore_errors=True)
     return found

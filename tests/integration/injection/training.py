@@ -1,4 +1,4 @@
-"""A recorded training of one rank, again and again in forked children, each with one thing of ours broken.
+"""A recorded training, again and again in forked children, each with one thing of ours broken.
 
 Reads a list of injections from stdin, JSON; writes a JSON line for each of them to stdout. The parent imports
 torch once and nothing of the recorder, so that a child takes a second.
@@ -6,12 +6,17 @@ torch once and nothing of the recorder, so that a child takes a second.
 
 from __future__ import annotations
 
+import _thread
+import ast
 import gc
 import json
 import os
+import signal
 import sys
 import threading
+import time
 from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,20 +40,41 @@ BOUNDARY = ("fsdp2prof.recorder.guard:", "fsdp2prof.storage_tracker:PlainOperato
 STEPS = 9
 TRIAL_STEPS = 28
 """For a trial of two candidates: settling, a round, a recording of each."""
+ENDINGS = ("returns", "raises", "SIGTERM")
+SLOW_S = 2.0
+PATIENCE_S = 150.0
+"""Seconds until a training counts as hanging."""
 
 
 class Injected(Exception):
     """What a broken function raises."""
 
 
-class Calls:
-    """Counts the calls of the package's functions by name; the ``call``-th of ``function`` raises."""
+class InjectedBase(BaseException):
+    """What few handlers of exceptions catch."""
 
-    def __init__(self, function: str | None = None, call: int = 0) -> None:
+
+class Calls:
+    """Counts the calls of the package's functions by name, and breaks the ``call``-th of ``function``."""
+
+    def __init__(self, injection: dict[str, Any], rank: int) -> None:
         self.counts: dict[str, int] = {}
-        self._function, self._call = function, call
+        here = injection.get("only_rank", rank) == rank
+        self._how = injection.get("how", "raise")
+        self._function = injection.get("function") if here and self._how != "none" else None
+        self._call = injection.get("call", 0)
 
     def watch(self) -> None:
+        start: Any = _thread.start_new_thread
+
+        def start_watched(function: Any, arguments: Any) -> int:
+            def watched(*given: Any) -> None:
+                sys.setprofile(self)
+                function(*given)
+
+            return int(start(watched, arguments))
+
+        _thread.start_new_thread = start_watched  # type: ignore[assignment]
         threading.setprofile(self)
         sys.setprofile(self)
 
@@ -60,8 +86,51 @@ class Calls:
             return
         name = f"{module}:{getattr(frame.f_code, 'co_qualname', frame.f_code.co_name)}"
         count = self.counts[name] = self.counts.get(name, 0) + 1
-        if name == self._function and count == self._call:
-            raise Injected(name)
+        if name != self._function or count != self._call:
+            return
+        if self._how == "sleep":
+            time.sleep(SLOW_S)
+        else:
+            raise (InjectedBase if self._how == "base" else Injected)(name)
+
+
+class ReturnsNone(SourceFileLoader):
+    """Loads the package's modules such that one function returns None instead of its value."""
+
+    function = ""
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != cls.function.partition(":")[0]:
+            return None
+        spec = PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.origin is not None:
+            spec.loader = cls(fullname, spec.origin)
+        return spec
+
+    def get_code(self, fullname: str) -> Any:
+        tree = ast.parse(Path(self.path).read_bytes())
+        self._break(tree, [])
+        return compile(tree, self.path, "exec")
+
+    def _break(self, tree: ast.AST, names: list[str]) -> None:
+        for node in ast.iter_child_nodes(tree):
+            if isinstance(node, ast.FunctionDef):
+                if ".".join([*names, node.name]) == self.function.partition(":")[2]:
+                    _return_nothing(node)
+                self._break(node, [*names, node.name, "<locals>"])
+            else:
+                self._break(node, [*names, node.name] if isinstance(node, ast.ClassDef) else names)
+
+
+def _return_nothing(tree: ast.AST) -> None:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Return) and node.value is not None:
+            both = ast.Tuple([node.value, ast.Constant(None)], ast.Load())
+            last = ast.Subscript(both, ast.Constant(1), ast.Load())
+            node.value = ast.fix_missing_locations(ast.copy_location(last, node))
+        elif not isinstance(node, (ast.FunctionDef, ast.Lambda)):
+            _return_nothing(node)
 
 
 class BrokenImports:
@@ -115,17 +184,34 @@ def hide(kind: type[Any], name: str) -> None:
     setattr(kind, name, property(get, put, remove))
 
 
-def train(steps: int) -> None:
+def train(injection: dict[str, Any], rank: int, *, after_fork: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ranks, ending = injection.get("ranks", 1), injection.get("ending", "returns")
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    store = dist.HashStore() if ranks == 1 else met(Path(injection["folder"], "port"), rank, ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    steps = injection.get("steps", STEPS)
     for step in range(steps):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if step == 3:
+            worker = os.fork()
+            if not worker:
+                after_fork()
+                os._exit(7)
+            print("worker", os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
+        if step == steps - 1 and ending == "raises":
+            raise ValueError("the training's own")
+        if step == steps - 1 and ending == "SIGTERM":
+            sys.stdout.flush()
+            os.kill(os.getpid(), signal.SIGTERM)
         loss = model(torch.randn(4, 8)).square().mean()
         loss.backward()
         optimizer.step()
@@ -136,14 +222,32 @@ def train(steps: int) -> None:
     dist.destroy_process_group()
 
 
-def begin_recording(injection: dict[str, Any], run: Path) -> None:
+def met(file: Path, rank: int, ranks: int) -> Any:
+    """The store of several ranks, at the port that the first leaves in ``file``."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if not rank:
+        store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+        file.with_suffix(".new").write_text(str(store.port))
+        file.with_suffix(".new").rename(file)
+        return store
+    while not file.exists():
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(file.read_text()), ranks, is_master=False)
+
+
+def begin_recording(injection: dict[str, Any], run: Path, rank: int) -> None:
     """Do what the interpreter does where ``fsdp2prof record`` started it."""
     run.mkdir(parents=True, exist_ok=True)
     os.environ["FSDP2PROF_RECORD"] = json.dumps({"run": str(run), "options": injection["options"]})
     os.environ["FSDP2PROF_ALIVE"] = str(run)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    if "module" in injection:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ["WORLD_SIZE"] = str(injection.get("ranks", 1))
+    here = injection.get("only_rank", rank) == rank
+    if here and "module" in injection:
         sys.meta_path.insert(0, BrokenImports(injection["module"]))
+    if here and injection.get("how") == "none" and "function" in injection:
+        ReturnsNone.function = injection["function"]
+        sys.meta_path.insert(0, ReturnsNone)
     # Imported anew, so that the recorder sees it; what torch imported late is there already.
     for name in ("", "._fully_shard", "._fully_shard._fully_shard"):
         sys.modules.pop(f"torch.distributed.fsdp{name}", None)
@@ -157,21 +261,46 @@ def begin_recording(injection: dict[str, Any], run: Path) -> None:
         break_torch(injection["torch"], injection["how"])
 
 
-def child(injection: dict[str, Any]) -> None:
+def child(injection: dict[str, Any], rank: int) -> None:
     folder = Path(injection["folder"])
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        with (folder / name).open("w") as file:
+        with (folder / f"{name}{rank or ''}").open("w") as file:
             os.dup2(file.fileno(), descriptor)
     os.close(0)
-    calls = Calls(injection.get("function"), injection.get("call", 0))
+    calls = Calls(injection, rank)
+    kill = os.kill
+
+    def count(*given: Any) -> None:
+        (folder / f"calls-{os.getpid()}.json").write_text(json.dumps(calls.counts))
+        if given:
+            kill(*given)
+
     if injection.get("recorded", True):
-        begin_recording(injection, folder / "run")
+        begin_recording(injection, folder / "run", rank)
         if "count" in injection:
             import atexit
 
-            atexit.register(lambda: (folder / "calls.json").write_text(json.dumps(calls.counts)))
+            atexit.register(count)
+            os.kill = count
         calls.watch()
-    train(injection.get("steps", STEPS))
+    train(injection, rank, after_fork=count if "count" in injection else lambda: None)
+
+
+def ended(pids: list[int]) -> list[int]:
+    """Exit codes of all, those that hang with SIGKILL."""
+    until = time.monotonic() + PATIENCE_S
+    codes: dict[int, int] = {}
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid in codes:
+                continue
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > until:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return [codes[pid] for pid in pids]
 
 
 def main() -> None:
@@ -180,12 +309,14 @@ def main() -> None:
     for number, injection in enumerate(json.load(sys.stdin)):
         Path(injection["folder"]).mkdir(parents=True)
         sys.stdout.flush()
-        pid = os.fork()
-        if pid == 0:
-            child(injection)
-            return  # and end as a script does: atexit, destructors, the exit code
-        _, status = os.waitpid(pid, 0)
-        print(json.dumps({"number": number, "code": os.waitstatus_to_exitcode(status)}), flush=True)
+        pids = []
+        for rank in range(injection.get("ranks", 1)):
+            pid = os.fork()
+            if pid == 0:
+                child(injection, rank)
+                return  # and end as a script does: atexit, destructors, the exit code
+            pids.append(pid)
+        print(json.dumps({"number": number, "codes": ended(pids)}), flush=True)
 
 
 if __name__ == "__main__":
