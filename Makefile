@@ -41,7 +41,7 @@ quick: lint
 
 test: lint
 	$(PYTEST) --without-torch tests/unit
-	$(PYTEST) --ignore tests/unit
+	$(PYTEST) --durations 20 --ignore tests/unit
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
+from fsdp2prof.analyzers.findings import finding
 from fsdp2prof.errors import InputError
 from fsdp2prof.results.balance import BalanceCheck, BalancedRank, BalancedStep, TokenBalance
-from fsdp2prof.results.finding import Finding
+from fsdp2prof.results.finding import Finding, Severity
 from fsdp2prof.units import format_frac, format_ns, plural
 
 _WORTH_FRAC = 0.03
@@ -227,15 +228,10 @@ def _imbalance(check: BalanceCheck, *, is_even: bool) -> list[Finding]:
     is_always = len(check.steps) >= _FEW_STEPS and first.slowest_steps >= _ALWAYS_FRAC * len(check.steps)
     varying_ns = check.varying_ns if is_always else check.lost_ns
     if is_always and check.step_ns and check.constant_ns / check.step_ns >= _WORTH_FRAC:
-        change = "Check its device's clock, its host and its share of the data."
+        always = {"rank": first.rank, "behind_ns": first.behind_ns, "slowest_steps": first.slowest_steps}
+        severity = _severity(check.constant_ns / check.step_ns)
         findings.append(
-            _finding(
-                "rank_always_behind",
-                check.constant_ns / check.step_ns,
-                f"Rank {first.rank} needs {format_ns(check.constant_ns)} more than the mean in every step.",
-                change,
-                {"rank": first.rank, "behind_ns": first.behind_ns, "slowest_steps": first.slowest_steps},
-            )
+            finding("balance", "rank_always_behind", always, severity=severity, behind=check.constant_ns)
         )
     if check.step_ns and varying_ns / check.step_ns >= _WORTH_FRAC:
         findings.append(_varying(check, varying_ns, is_even=is_even))
@@ -245,52 +241,28 @@ def _imbalance(check: BalanceCheck, *, is_even: bool) -> list[Finding]:
 def _varying(check: BalanceCheck, varying_ns: float, *, is_even: bool) -> Finding:
     """The slowest rank changes: because of its data where tokens say so, else for a reason outside them."""
     explained = check.tokens.explained_frac if check.tokens else None
-    message = f"Which rank is slowest changes from step to step, for {format_ns(varying_ns)} a step."
-    name, by_data = "work_varies", explained is not None and explained >= _EXPLAINED_FRAC
-    if explained is not None:
-        message += f" Their tokens explain {format_frac(explained)} of it."
+    by_data = explained is not None and explained >= _EXPLAINED_FRAC
+    key = "work_varies"
     if by_data:
-        change = "Pack or sort documents so that ranks get equal tokens."
+        key = "work_varies/by_data"
     elif is_even:
-        name = "time_varies"
-        message += " All ranks compute the same operations in every traced step."
-        change = "Check what else runs on the hosts, and the data loaders: the inputs are not the reason."
+        key = "time_varies"
     elif explained is not None:
-        change = "Check the hosts and the data loaders: the tokens do not explain it."
-    else:
-        change = "Give the lengths of the documents (--lengths) to see whether the data are the reason."
-    evidence = {"varying_ns": varying_ns, "explained_frac": explained}
+        key = "work_varies/unexplained"
     frac = varying_ns / check.step_ns
     # Only a reason that is known fails a job: noise of a busy host does not.
-    return _finding(name, frac if by_data else min(frac, _WORTH_FRAC), message, change, evidence)
+    severity = _severity(frac if by_data else min(frac, _WORTH_FRAC))
+    amounts = {"varying_ns": varying_ns, "explained_frac": explained}
+    return finding("balance", key, amounts, severity=severity)
 
 
 def _padding(check: BalanceCheck) -> list[Finding]:
     tokens = check.tokens
     if tokens is None or tokens.padding_frac < _PADDING_FRAC:
         return []
-    change = "Pack documents; `estimate packing` shows the padding that remains."
-    message = (
-        f"{format_frac(tokens.padding_frac)} of the tokens computed are padding: up to "
-        f"{format_ns(tokens.padding_ns)} of a step."
-    )
-    evidence = {"padding_frac": tokens.padding_frac, "padding_ns": tokens.padding_ns}
-    return [
-        Finding(
-            id="padding", severity="medium", fqn=None, message=f"{message} {change}", change=change,
-            evidence=dict(evidence),
-        )
-    ]  # fmt: skip
+    amounts = {"padding_frac": tokens.padding_frac, "padding_ns": tokens.padding_ns}
+    return [finding("balance", "padding", amounts)]
 
 
-def _finding(
-    name: str, frac: float, message: str, change: str, evidence: Mapping[str, float | int | None]
-) -> Finding:
-    return Finding(
-        id=name,
-        severity="high" if frac >= _HIGH_FRAC else "medium",
-        fqn=None,
-        message=f"{message} {change}",
-        change=change,
-        evidence=dict(evidence),
-    )
+def _severity(frac: float) -> Severity:
+    return "high" if frac >= _HIGH_FRAC else "medium"

@@ -165,7 +165,7 @@ def _part(measured: Measured, rates: Sequence[BenchRate], slowdown: float | None
 
 
 def _curves(measured: Measured) -> dict[str, dict[str, list[list[int]]]]:
-    """Times of groups on one node; of several of one size the first, which is the outermost dimension's."""
+    """Return the times of groups on one node; for several of one size, those of the outermost dimension."""
     found: dict[str, dict[str, list[list[int]]]] = defaultdict(dict)
     chosen: dict[tuple[str, int], str] = {}
     for one in measured.collectives:

@@ -109,6 +109,14 @@ def distinct(values: npt.NDArray[_Integer]) -> npt.NDArray[_Integer]:
     return values[opens]
 
 
+def among(values: npt.NDArray[_Integer], those: npt.NDArray[_Integer]) -> BoolArray:
+    """Mask of the values that are among those: quick where those are nearly in order, unlike ``np.isin``."""
+    if not len(those):
+        return np.zeros(len(values), dtype=np.bool_)
+    those = np.sort(those, kind="stable")
+    return np.asarray(those[np.minimum(np.searchsorted(those, values), len(those) - 1)] == values)
+
+
 def innermost(start: IntArray, end: IntArray, times: IntArray) -> IntArray:
     """Return the row of the innermost nested interval that holds each time; -1 where none does.
 

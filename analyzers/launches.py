@@ -114,7 +114,7 @@ def launch_calls(trace: Trace) -> LaunchTable:
     records = np.flatnonzero(on_device & correlated)
     if not len(records) and on_device.any():
         calls = calls[:0]
-    has_record = np.isin(events.correlation[calls], events.correlation[records])
+    has_record = intervals.among(events.correlation[calls], events.correlation[records])
     counts = _leaves_records(events.name.take(calls), has_record)
     if trace.capture == "cut" and len(records):
         last = events.start_ns[calls[has_record]].max(initial=-1)

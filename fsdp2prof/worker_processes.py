@@ -1,8 +1,9 @@
 """Work in other processes, without importing the user's main module there.
 
-A fork starts at once, but is safe only in a process without threads of its own, as the command line is; torch
-starts some. Elsewhere a child is a fresh interpreter that reads one pickled call and writes its result:
-``multiprocessing``'s other methods import ``__main__`` again, fatal for a script without a guard.
+A fork starts at once, but is safe only in a process without threads of its own, as the command line is (the
+threads of :func:`repeated` keep clear of forks); torch starts some. Elsewhere a child is a fresh interpreter
+that reads one pickled call and writes its result: ``multiprocessing``'s other methods import ``__main__``
+again, fatal for a script without a guard.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from fsdp2prof.errors import Fsdp2ProfError
 T = TypeVar("T")
 Item = TypeVar("Item")
 
+_forking = threading.RLock()
+"""Held while a fork is made."""
+_repeating: set[threading.Thread] = set()
 _IN_CHILD = "FSDP2PROF_WORKER"
 _CHILD = "from fsdp2prof.worker_processes import _serve; _serve()"
 
@@ -84,6 +88,30 @@ def map_in_processes(
             task.cancel()
 
 
+@contextmanager
+def repeated(act: Callable[[], object], seconds: float) -> Iterator[None]:
+    """Call ``act`` every so many seconds, from a thread, as long as the block runs.
+
+    A fork is made between two calls, so that the child finds no lock of theirs taken.
+    """
+    done = threading.Event()
+
+    def repeat() -> None:
+        while not done.wait(seconds):
+            with _forking:
+                act()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    _repeating.add(thread)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        _repeating.remove(thread)
+
+
 def usable_cores() -> int:
     """Cores this process may run on; 1 in a process that a :class:`Task` started."""
     if _IN_CHILD in os.environ:
@@ -94,7 +122,8 @@ def usable_cores() -> int:
 
 
 def _may_fork() -> bool:
-    return sys.platform == "linux" and threading.active_count() == 1 and "torch" not in sys.modules
+    others = {*threading.enumerate()} - {threading.current_thread()} - _repeating
+    return sys.platform == "linux" and not others and "torch" not in sys.modules
 
 
 class _Fork:
@@ -104,7 +133,7 @@ class _Fork:
         context = multiprocessing.get_context("fork")
         self._pipe, child_end = context.Pipe(duplex=False)
         self._process = context.Process(target=_answer, args=(child_end, function, args))
-        with warnings.catch_warnings():
+        with _forking, warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # numpy's idle BLAS threads: not used there
             self._process.start()
         child_end.close()

@@ -174,7 +174,7 @@ def _delta(before: CommFigures, after: CommFigures) -> CommFigures:
 
 
 def _is_equal(before: CollectiveSums, after: CollectiveSums) -> bool:
-    """Compare the means exactly; wire bytes, which some ops do not define, may be unknown on both sides."""
+    """Compare the means exactly; wire bytes that an op does not define are unknown on both sides."""
 
     def same(one: int | None, other: int | None) -> bool:
         return one is not None and other is not None and one * after.windows == other * before.windows

@@ -111,7 +111,7 @@ def _setup(run: RunSummary) -> dict[str, str]:
 
 
 def _sharding(group: ShardGroup) -> str:
-    """Mesh first and resharding last: what a narrow terminal leaves out is in the middle."""
+    """Describe a group's sharding: mesh first, resharding last, because narrow terminals cut the middle."""
     gathered = group.param_dtype or group.dtype
     dtypes = [dtype_label(one) for one in (group.dtype, gathered, group.reduce_dtype or gathered)]
     again = group.reshard_after_forward

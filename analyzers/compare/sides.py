@@ -208,7 +208,7 @@ def _processors(side: Side) -> ProcessorUse | None:
 
 
 def _busy(side: Side) -> list[str]:
-    """Say that the machine of a side was busy: then the machine may explain a slower step."""
+    """Say that a side's machine was busy, which may explain a slower step."""
     ledger = None if side.trace is None else side.trace.ledger
     waited = (
         0.0 if ledger is None or not ledger.step_ns else ledger.causes_ns.get("starved", 0.0) / ledger.step_ns

@@ -26,7 +26,7 @@ from fsdp2prof.analyzers.hang.groups import (
     signature,
     stack_of,
 )
-from fsdp2prof.analyzers.hang.wording import finding, verdict
+from fsdp2prof.analyzers.hang.wording import hang_findings, verdict
 from fsdp2prof.analyzers.recorded_groups import Due, Key, Layer, has_several_roots, step_cycles
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.hang import HangAnalysis, HangCall, HangMismatch, HangRank, HangStack, HangStanding
@@ -113,7 +113,7 @@ def _mismatch(group: GroupCalls, seq: int, odd: list[int], usual: list[int]) -> 
 def _kind(
     expected: Sequence[Signature], found: Sequence[Signature], before: Sequence[Signature]
 ) -> tuple[str | None, int]:
-    """Tell by what follows, else by what followed before; None where neither says anything."""
+    """Classify a mismatch by the calls that follow, else by earlier ones; None where neither decides."""
     if len(expected) > 1 and len(found) > 1 and (expected[1], expected[0]) == (found[0], found[1]):
         return "swapped", 0
     if count := _ahead(expected, found):
@@ -126,7 +126,7 @@ def _kind(
 
 
 def _ahead(behind: Sequence[Signature], ahead: Sequence[Signature]) -> int:
-    """By how many calls one sequence runs ahead of the other as far as both are known; 0 if it does not."""
+    """Return by how many known calls one sequence runs ahead of the other; 0 if it does not."""
     for count in range(1, len(behind)):
         if all(one == other for one, other in zip(behind[count:], ahead, strict=False)):
             return count
@@ -225,13 +225,13 @@ def analyze_hang(
         warnings=list(warnings),
     )
     result = replace(result, verdict=verdict(result))
-    return replace(result, findings=finding(result))
+    return replace(result, findings=hang_findings(result))
 
 
 def _cause(
     mismatches: Sequence[HangMismatch], standings: Sequence[HangStanding], hang: _Hang
 ) -> tuple[str, list[int], HangStanding | None]:
-    """The cause, the ranks it names, and the standing it explains."""
+    """Return the cause, the ranks it names, and the blocked collective it explains."""
     if mismatches:
         named = mismatches[0].expected
         group = next((one for one in standings if one.call.group == named.group), None)
@@ -253,7 +253,7 @@ def _cause(
 
 
 def _followed(standings: Sequence[HangStanding], hang: _Hang) -> HangStanding | None:
-    """Where the rest waits for, in the end: no rank known to belong to it is missing. None: in a circle."""
+    """Return the collective that the others wait for in the end; None where they wait in a circle."""
     waiting = [one for one in standings if one.not_come] or standings
     one = waiting[0] if waiting else None
     seen: list[HangStanding] = []

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from fsdp2prof.analyzers.findings import finding, wordings
 from fsdp2prof.analyzers.layers import in_phase, named_layer
-from fsdp2prof.results.finding import Finding, Scalar
+from fsdp2prof.results.finding import EvidenceValue, Finding, Scalar
 from fsdp2prof.results.hang import (
     HangAnalysis,
     HangCall,
@@ -23,36 +24,6 @@ _ENDED_BY_OTHERS = (None, "SIGTERM", "KeyboardInterrupt")
 """Errors without a reason: somebody else ended the rank."""
 _SHOWN = 3
 """Places that a sentence names."""
-_ADVICE_BY_PLACE = {
-    "loading_data": "Check its data: the loader's workers, a slow or empty shard, the file system; "
-    "`DataLoader(timeout=...)` turns such a wait into an error.",
-    "checkpointing": "Check the files that it reads or writes, and that all ranks take part.",
-    "joining": "Check that all ranks create the same process groups in the same order.",
-    "compiling": "Find out why it alone compiles: `TORCH_LOGS=recompiles` shows what changed.",
-    "waiting_for_device": "Check its device: a kernel that does not end, or a collective on another stream.",
-    "waiting_for_process": "Check the process that it waits for.",
-    "waiting_for_thread": "Check the thread that it waits for.",
-    "using_network": "Check the server that it reads from, and set a timeout.",
-    "debugging": "A debugger waits for input on it: remove the breakpoint.",
-}
-_ADVICE = {
-    "mismatch": "Look for code that depends on the rank or its data: branches around layers, uneven batches, "
-    "different shapes.",
-    "not_come": "Find out what they do instead (`py-spy dump`): a data loader, a checkpoint, a caught error.",
-    "no_dump": "Read in their logs how they ended, or see where they are (`py-spy dump`).",
-    "crashed": "Fix the exception: the other ranks waited for that rank, or failed because it had exited.",
-    "none": "Check these lines.",
-    "stacks": "Set `TORCH_FR_BUFFER_SIZE`: dumps then show which collective each rank is blocked in.",
-    "order": "Issue the collectives of all process groups in the same order on every rank.",
-    "inside": "Check the network and the devices; the order of collectives is consistent.",
-}
-
-
-_UNKNOWN_GROUP = (
-    "If these are all its ranks, check the network and the devices; with `TORCH_FR_BUFFER_SIZE` set, dumps "
-    "list the ranks of every group."
-)
-
 _BY_PLACE = ("not_come", "no_dump", "stacks", "none")
 """Causes that the culprits' own lines explain."""
 
@@ -65,9 +36,9 @@ def verdict(hang: HangAnalysis) -> list[str]:
     if hang.cause == "none" and not hang.places:
         return sentences
     if hang.cause == "inside" and not hang.standings[0].ranks_known:
-        return [*sentences, _UNKNOWN_GROUP]
+        return [*sentences, wordings("hang")["hang/unknown_group"]["advice"]]
     by_place = _advice(hang.places, hang.culprits) if hang.cause in _BY_PLACE else None
-    return [*sentences, by_place or _ADVICE[hang.cause]]
+    return [*sentences, by_place or wordings("hang")[f"hang/{hang.cause}"]["advice"]]
 
 
 def _cause(hang: HangAnalysis) -> list[str]:
@@ -89,7 +60,7 @@ def _cause(hang: HangAnalysis) -> list[str]:
     return sentences
 
 
-def finding(hang: HangAnalysis) -> list[Finding]:
+def hang_findings(hang: HangAnalysis) -> list[Finding]:
     """The cause as a finding; none where no rank waits."""
     if hang.cause in ("none", "stacks"):
         return []
@@ -97,16 +68,10 @@ def finding(hang: HangAnalysis) -> list[Finding]:
     evidence: list[Scalar | Mapping[str, Scalar]] = [
         {"group": one.group, "seq": one.seq, "op": one.op} for one in calls
     ]
-    return [
-        Finding(
-            id=f"hang-{hang.cause.replace('_', '-')}",
-            severity="high",
-            fqn=calls[0].fqn if calls else None,
-            message=" ".join((hang.verdict[0], hang.verdict[-1])),
-            change=hang.verdict[-1],
-            evidence={"ranks": hang.culprits, "calls": evidence},
-        )
-    ]
+    fqn = calls[0].fqn if calls else None
+    facts: dict[str, EvidenceValue] = {"ranks": hang.culprits, "calls": evidence}
+    cause, said = hang.cause.replace("_", "-"), hang.verdict
+    return [finding("hang", "hang", facts, fqn=fqn, cause=cause, first=said[0], last=said[-1])]
 
 
 def _first(hang: HangAnalysis, stand: HangStanding) -> str:
@@ -140,7 +105,7 @@ def _first(hang: HangAnalysis, stand: HangStanding) -> str:
 
 
 def _for_these(hang: HangAnalysis, stand: HangStanding) -> list[str]:
-    """Name ranks that wait elsewhere for those in a collective that all known ranks have issued."""
+    """Name the ranks that wait elsewhere for a collective that all known ranks have issued."""
     if stand.not_come or stand.no_dump:
         return []
     others = [one for one in hang.standings if set(one.not_come) & set(stand.came)]
@@ -224,13 +189,15 @@ def _places(places: Sequence[HangPlace]) -> str:
 
 
 def _advice(places: Sequence[HangPlace], culprits: Sequence[int]) -> str | None:
-    """Say what to check, by the lines that the culprits are in; None without their stacks."""
+    """Advise what to check, by the lines of the culprits; None without their stacks."""
     theirs = [one for one in places if set(one.ranks) & set(culprits)]
     if not theirs:
         return None
     doing = {one.doing for one in theirs}
-    said = _ADVICE_BY_PLACE.get(next(iter(doing)) or "") if len(doing) == 1 else None
-    return said or f"Check what {_frame(theirs[0].own)} does there, and that all ranks reach it."
+    known = wordings("hang").get(f"doing/{doing.pop()}") if len(doing) == 1 else None
+    if known:
+        return known["advice"]
+    return f"Check what {_frame(theirs[0].own)} does there, and that all ranks reach it."
 
 
 def _endings(ranks: Sequence[HangRank], culprits: Sequence[int]) -> str | None:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from fsdp2prof.analyzers.findings import declared
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.fsdp_rules import enter_fsdp
@@ -84,20 +85,8 @@ def findings_of(ledger: Ledger, beside: Sequence[Finding] = ()) -> list[Finding]
 
 def _worth_noting(ledger: Ledger) -> list[LedgerEntry]:
     """Reported entries, and those that explain why a loss cannot be judged or changed."""
-    return [one for one in ledger.entries if one.told or (one.id in _NOTED and one.frac >= 0.01)]
-
-
-_NOTED = frozenset(
-    {
-        "cpu_collectives_in_line",
-        "slowed_by_tracing",
-        "waiting_or_transfer",
-        "late_from_the_start",
-        "late_rank_unclear",
-        "ranks_take_turns",
-    }
-)
-"""Entries without a remedy that people ask about: they stay in the findings, as information."""
+    noted = declared("ledger", "noted")
+    return [one for one in ledger.entries if one.told or (one.id in noted and one.frac >= 0.01)]
 
 
 def _finding(entry: LedgerEntry) -> Finding:
@@ -150,10 +139,8 @@ def _ledger(book: Book) -> Ledger:
     return replace(ledger, bound=bound(ledger), not_judged=not_judged(book))
 
 
-_WITH_CARE = frozenset({"reduce_in_float32", "parameters_in_float32", "communication_bound", "host_bound"})
-"""Entries whose remedies change numerics, or ask for another batch or model."""
 _CAUTION = 0.5
-"""What their gain counts for in the order, against changes of a line that leave results as they are."""
+"""What the gain of a remedy with care counts for in the order, against changes that leave results alone."""
 
 
 def in_order(entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
@@ -162,7 +149,7 @@ def in_order(entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
     def key(entry: LedgerEntry) -> tuple[bool, float]:
         gain = entry.remedy.gain_ns if entry.remedy is not None else None
         worth = gain if entry.told and gain is not None else entry.ns
-        return not entry.told, -(worth * _CAUTION if entry.id in _WITH_CARE else worth)
+        return not entry.told, -(worth * _CAUTION if entry.id in declared("ledger", "with_care") else worth)
 
     return sorted(entries, key=key)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, cast
 
+from fsdp2prof.analyzers.findings import worded
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, severity_of, worth_telling
 from fsdp2prof.analyzers.means import mean
@@ -24,24 +25,8 @@ _PLACES = 12
 _NEARLY_NONE = 0.05
 """Fraction of all communication whose waits may be unknown without a word."""
 
-Confidence = Literal["high", "medium", "low"]
-
-
 ALL = float("inf")
-"""A remedy that gives back all time of its entry."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Remedy:
-    """A change that would give time back."""
-
-    change: str
-    reason: str
-    gain_ns: float | None = ALL
-    """Sum over ranks and steps."""
-    basis: GainBasis = "bound"
-    memory_bytes: int | None = None
-    what_if: str | None = None
+"""The gain of a remedy that gives back all time of its entry."""
 
 
 class Book:
@@ -82,7 +67,7 @@ class Book:
 
     @property
     def missing_traces(self) -> str:
-        """What would tell waiting from transfer, as a sentence."""
+        """Say which traces would separate waiting from transfer."""
         ranks = len(self.analysis.ranks)
         worlds = [rank.world_size for rank in self.analysis.ranks if rank.world_size is not None]
         sizes = [row.group_size for row in self.analysis.groups if row.group_size is not None]
@@ -165,47 +150,62 @@ class Book:
     def enter(
         self,
         charges: Sequence[Charge],
+        key: str,
+        evidence: Mapping[str, EvidenceValue] | None = None,
         *,
-        id: str,
-        cause: str,
-        title: str,
-        problem: str,
-        remedy: Remedy | None = None,
         rank: int | None = None,
         fqn: str | None = None,
-        confidence: Confidence = "high",
-        why_sure: str = "measured",
+        gain_ns: float | None = ALL,
+        basis: GainBasis = "bound",
+        memory_bytes: int | None = None,
+        remedy: bool = True,
+        known: object = True,
         calm: bool = False,
-        evidence: Mapping[str, EvidenceValue] | None = None,
+        **said: object,
     ) -> None:
-        """Enter charges under one cause, if there are any; it is reported if its remedy gains enough.
+        """Enter charges under the section ``key`` of ``findings/ledger.ini``, if there are any.
 
-        ``{cost}`` in the problem stands for their sum. A ``calm`` entry is never told alone, however long it
-        takes: no change to the script affects it.
+        An entry is reported if its remedy gains enough; a ``calm`` one is never reported alone, however
+        long it takes: no change to the script affects it. Texts know ``cost`` (the sum of the charges), rank,
+        layer, evidence, and what else is ``said``. An entry is unsure where ``known`` is false.
         """
         if not charges:
             return
         total = sum(charge.ns for charge in charges)
-        if remedy is not None and remedy.gain_ns == ALL:
-            remedy = replace(remedy, gain_ns=total)
         cost = self.frac(total)
-        gain = None if remedy is None or remedy.gain_ns is None else self.frac(remedy.gain_ns)
-        matters = severity_of(cost if gain is None else gain, self.thresholds, self.on_device)
+        values = {"cost": self.per_step(total), "rank": rank, "fqn": fqn, **(evidence or {}), **said}
+        text = worded("ledger", key, values)
+        confidence, _, why_sure = (text("sure" if known else "unsure") or "high, measured").partition(", ")
+        cure: LedgerRemedy | None = None
+        if remedy and text("change"):
+            gain = total if gain_ns == ALL else gain_ns
+            cure = LedgerRemedy(
+                change=text("change"),
+                gain_ns=None if gain is None else gain / max(1, self.rank_steps),
+                gain_frac=None if gain is None else self.frac(gain),
+                basis=basis,
+                reason=text("gain"),
+                memory_bytes=memory_bytes,
+                what_if=text("what_if") or None,
+            )
+        gained = None if cure is None else cure.gain_frac
+        matters = severity_of(cost if gained is None else gained, self.thresholds, self.on_device)
+        calm = calm or bool(text("calm"))
         severity: Severity = "info" if calm else matters
         entry = LedgerEntry(
-            id=id,
-            cause=cause,
+            id=text("id"),
+            cause=text("cause"),
             fqn=fqn,
             rank=rank,
             total_ns=total,
             ns=mean(total, max(1, self.rank_steps)),
             frac=cost,
             severity=severity,
-            told=not calm and remedy is not None and worth_telling(severity),
-            title=title,
-            said=problem.replace("{cost}", self.per_step(total)),
-            remedy=None if remedy is None else self._remedy(remedy),
-            confidence=confidence,
+            told=not calm and cure is not None and worth_telling(severity),
+            title=text("title"),
+            said=text("problem"),
+            remedy=cure,
+            confidence=cast("Literal['high', 'medium', 'low']", confidence),
             confidence_reason=why_sure,
             places=self._places(charges),
             evidence={
@@ -216,19 +216,7 @@ class Book:
             place=_costliest([one for one in charges if one.fqn == fqn] or charges),
         )
         self.entries.append(entry)
-        self.booked += [(cause, charge) for charge in charges]
-
-    def _remedy(self, remedy: Remedy) -> LedgerRemedy:
-        gain = remedy.gain_ns
-        return LedgerRemedy(
-            change=remedy.change,
-            gain_ns=None if gain is None else gain / max(1, self.rank_steps),
-            gain_frac=None if gain is None else self.frac(gain),
-            basis=remedy.basis,
-            reason=remedy.reason,
-            memory_bytes=remedy.memory_bytes,
-            what_if=remedy.what_if,
-        )
+        self.booked += [(entry.cause, charge) for charge in charges]
 
     def _places(self, charges: Sequence[Charge]) -> list[LedgerPlace]:
         sums: dict[tuple[str | None, ...], list[int]] = defaultdict(lambda: [0, 0, 0])

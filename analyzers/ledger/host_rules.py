@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from dataclasses import replace
+from typing import Any
 
 from fsdp2prof.analyzers.layers import in_phase, named_layer, times
-from fsdp2prof.analyzers.ledger.book import Book, Remedy, worst_layer
+from fsdp2prof.analyzers.ledger.book import Book, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.machine import waits_for_processors
-from fsdp2prof.analyzers.ledger.notes import REMOVE_ANOMALY
 from fsdp2prof.analyzers.steps import added_ns
 from fsdp2prof.results.finding import EvidenceValue
-from fsdp2prof.units import format_ns, plural
 
 _UNEVEN = 2
 """How many times as long as any other one rank waits for its data, from which on that rank is named."""
@@ -39,32 +38,15 @@ def enter_tracing(book: Book) -> None:
         if part > 0:
             mine += book.take(cause, part=(part, whole))
             added -= part
-    if not mine:
-        return
-    cost = book.per_step(sum(one.ns for one in mine))
-    slower = ""
-    if (
-        step is not None
-        and step.slowdown is not None
-        and step.traced_median_ns is not None
-        and step.slowdown > 1
-    ):
-        slower = (
-            f" A traced step takes {times(step.slowdown)} as long as one without recording "
-            f"({format_ns(step.traced_median_ns)} against {format_ns(step.median_ns)})."
-        )
+    slower = step is not None and step.traced_median_ns is not None and (step.slowdown or 0) > 1
     much = step is not None and (step.slowdown or 0) >= book.thresholds.slowdown
     book.enter(
         mine,
-        id="slowed_by_tracing" if much else "tracing",
-        cause="tracing",
-        title="tracing itself",
-        problem=f"Tracing accounts for {cost}.{slower}",
-        calm=True,
-        confidence="high" if step is not None else "low",
-        why_sure="steps without recording are timed"
-        if step is not None
-        else "no step without recording is known",
+        "slowed_by_tracing" if much else "tracing",
+        known=step is not None,
+        slowdown=times(step.slowdown or 0) if step is not None and slower else None,
+        traced=None if step is None else step.traced_median_ns,
+        median=None if step is None else step.median_ns,
     )
 
 
@@ -80,11 +62,10 @@ def enter_host(book: Book) -> None:
 
 
 def _data_loader(book: Book) -> None:
-    """What steps lost for want of their batches: each rank's own waiting, and the others' for it."""
+    """Enter the waiting for batches: each rank's own, and that of the others for it."""
     mine = book.take("data_loader")
     if not mine:
         return
-    cost = sum(one.ns for one in mine)
     own: Counter[int] = Counter({rank.rank: 0 for rank in book.analysis.ranks})
     for one in mine:
         if one.late_rank is None:
@@ -94,77 +75,32 @@ def _data_loader(book: Book) -> None:
     slowest = max(means, key=lambda rank: means[rank])
     others = [mean for rank, mean in means.items() if rank != slowest]
     uneven = bool(others) and means[slowest] > _UNEVEN * max(others)
-    if uneven:
-        usual = f"{'the other' if len(others) == 1 else 'the others'} at most {format_ns(max(others))}"
-        problem = (
-            f"Rank {slowest} waits {format_ns(means[slowest])} a step for its data loader, {usual}; with the "
-            f"others' waiting for it, that is {book.per_step(cost)}."
-        )
-        change = (
-            f"Check what the data loader of rank {slowest} reads and from where; give it more workers "
-            "(num_workers) and prefetch_factor."
-        )
-    else:
-        problem = f"Nothing runs for {book.per_step(cost)} because the data loader has no batch ready."
-        working = any(one.why == "workers" for one in mine)
-        load = "Give it more workers" if working else "Load in workers"
-        more = "prefetch_factor" if working else "prefetch_factor, persistent_workers"
-        change = f"{load} (num_workers, {more}), and reduce the work per sample."
+    key = "data_loader/workers" if any(one.why == "workers" for one in mine) else "data_loader"
+    named = slowest if uneven else None
     book.enter(
         mine,
-        id="data_loader",
-        cause="data_loader",
-        title="waiting for the data loader",
-        problem=problem,
-        remedy=Remedy(change=change, reason="all of the waiting for batches", what_if="without data_loader"),
-        rank=slowest if uneven else None,
-        evidence={"rank": slowest if uneven else None, "longest_ns_per_step": int(means[slowest])},
+        "data_loader/one_rank" if uneven else key,
+        {"rank": named, "longest_ns_per_step": int(means[slowest])},
+        rank=named,
+        longest=means[slowest],
+        others="the other" if len(others) == 1 else "the others",
+        most=max(others, default=0),
     )
 
 
 def _compilation(book: Book) -> None:
     mine = book.take("compilation")
-    fqn = worst_layer(mine)
-    where = "" if fqn is None else f", most of it in {named_layer(fqn)}"
-    book.enter(
-        mine,
-        id="recompilation",
-        cause="compilation",
-        title="compiling in the traced steps",
-        problem=f"torch.compile compiles again in the traced steps: {{cost}}{where}.",
-        remedy=Remedy(
-            change="Find out what changes with TORCH_LOGS=recompiles, then pad inputs to a few sizes or "
-            "mark the dimension dynamic (torch._dynamo.mark_dynamic, dynamic=True).",
-            reason="all of the compiling",
-        ),
-        fqn=fqn,
-        why_sure="the compiler's own ranges are recorded",
-    )
+    book.enter(mine, "recompilation", fqn=worst_layer(mine))
 
 
 def _garbage(book: Book) -> None:
     mine = book.take("garbage_collection")
     count = sum(one.count for one in mine) / book.rank_steps
-    site = book.main_site(mine)
-    seen = f", most of it at {site}" if site else ""
-    book.enter(
-        mine,
-        id="garbage_collection",
-        cause="garbage_collection",
-        title="garbage collection",
-        problem=f"Python collects garbage for {{cost}}{seen}.",
-        remedy=Remedy(
-            change="Call gc.freeze() once the model is built, create fewer reference cycles, and collect "
-            "every few hundred steps (gc.disable(), then gc.collect()).",
-            reason="all of these collections",
-        ),
-        why_sure="the interpreter reports each collection",
-        evidence={"collections_per_step": count, "site": site},
-    )
+    book.enter(mine, "garbage_collection", {"collections_per_step": count, "site": book.main_site(mine)})
 
 
 def _pauses(book: Book) -> None:
-    """Long gaps in which the host launched nothing, by where it was."""
+    """Enter long gaps in which the host launched nothing, by place."""
     steady = steady_pauses(book)
     chance = book.take(
         "host_pause", lambda one: one.late_rank is None and (one.site, one.fqn, one.phase) not in steady
@@ -175,7 +111,6 @@ def _pauses(book: Book) -> None:
     if not own:
         book.put_back(replace(one, cause="host") for one in mine)
         return
-    cost = sum(one.ns for one in mine)
     places: dict[tuple[str | None, str | None, str], int] = defaultdict(int)
     for one in own:
         places[one.site, one.fqn, one.phase] += one.ns
@@ -187,30 +122,22 @@ def _pauses(book: Book) -> None:
         ranks[one.rank] += one.ns
     rank, longest = ranks.most_common(1)[0]
     alone = len(book.analysis.ranks) > 1 and longest >= _NEARLY_ALL * ranks.total()
-    whose = f"The host of rank {rank}" if alone else "The host"
-    others = "; with the other ranks' waiting for it" if len(own) < len(mine) else ""
+    waited = len(own) < len(mine)
     place = f"{where}: Python code, or input and output"
     if site:
         place = f"at {site}" if phase == "other" else f"at {site}, {where}"
-    work = f"at {site}" if site else where
-    see = "" if site else " Record with --stacks to see the function."
-    problem = f"{whose} runs no operator for {book.per_step(cost)}{others}, most of it {place}."
     book.enter(
         mine,
-        id="straggler" if alone else "host_pause",
-        cause="host_pause",
-        title=f"pauses of rank {rank}'s host" if alone else "pauses of the host",
-        problem=problem,
-        remedy=Remedy(
-            change=f"Move the work that the script does {work} out of the step, or into another "
-            f"process.{see}",
-            reason="all of these pauses" + (" and the waiting for them" if others else ""),
-        ),
+        "straggler/pauses" if alone else "host_pause",
+        {"pauses_per_step": count, "phase": phase, "site": site},
         rank=rank if alone else None,
         fqn=fqn,
-        confidence="high" if site else "medium",
-        why_sure="the line is recorded" if site else "no Python stack is recorded",
-        evidence={"pauses_per_step": count, "phase": phase, "site": site},
+        known=site,
+        with_others="; with the other ranks' waiting for it" if waited else "",
+        and_waiting=" and the waiting for them" if waited else "",
+        place=place,
+        work=f"at {site}" if site else where,
+        see="" if site else " Record with --stacks to see the function.",
     )
 
 
@@ -249,7 +176,7 @@ def _where(fqn: str | None, phase: str) -> str:
 
 
 def _syncs(book: Book) -> None:
-    """What the device idles after the host stopped for it, with the copies that made it stop."""
+    """Enter the device's idle time after the host waited for it, with the copies that made it wait."""
     calls = book.analysis.host_syncs
     worst = max(calls, key=lambda row: row.blocked_ns, default=None)
     if any(group.offload for group in book.groups) and (worst is None or worst.operator is None):
@@ -259,36 +186,16 @@ def _syncs(book: Book) -> None:
         return
     copies = [] if worst is None or worst.operator is None else book.take("offload", _blocks_its_host)
     mine = [*book.take("sync"), *copies]
-    if not mine and not calls:
-        return
-    cost = sum(one.ns for one in mine)
-    problem = f"The device idles {book.per_step(cost)} after copies that block the host."
-    change, title = (
-        "Copy from pinned memory with non_blocking=True.",
-        "refilling the device after a blocking copy",
-    )
+    key = "host_sync"
+    said: dict[str, Any] = {}
     evidence: dict[str, EvidenceValue] = {}
-    checked = any(one.why == "anomaly" for one in book.left("compute"))
     if worst is not None:
         count = sum(row.count for row in calls) / book.rank_steps
         where = "" if worst.phase == "other" else f" {in_phase(worst.phase)}"
         where += "" if worst.fqn is None else f" of {named_layer(worst.fqn)}"
         where += "" if worst.site is None else f", at {worst.site}"
-        problem = (
-            f"The host stops for the device {_often(count)} a step, longest in {worst.operator or worst.call}"
-            f"{where}; the device waits {book.per_step(cost)} for the copies and until work arrives again."
-        )
-        title = "synchronizations of the host"
-        change = (
-            f"Move {worst.site or '.item(), .cpu(), full_tensor() and synchronize()'} out of the step, or do "
-        )
-        change += "this every few steps: each stops the host for the device."
-        if checked:
-            problem = (
-                f"Anomaly detection of autograd is on: it stops the host {_often(count)} a step to check "
-                f"gradients for NaN, and the device waits {book.per_step(cost)} until work arrives again."
-            )
-            change = REMOVE_ANOMALY
+        checked = any(one.why == "anomaly" for one in book.left("compute"))
+        key = "host_sync/anomaly" if checked else "host_sync/calls"
         evidence = {
             "calls_per_step": count,
             "operator": worst.operator,
@@ -296,16 +203,13 @@ def _syncs(book: Book) -> None:
             "phase": worst.phase,
             "site": worst.site,
         }
-    book.enter(
-        mine,
-        id="host_sync",
-        cause="sync",
-        title=title,
-        problem=problem,
-        remedy=Remedy(change=change, reason="all of this idle time", what_if="without host_syncs"),
-        fqn=None if worst is None else worst.fqn,
-        evidence=evidence,
-    )
+        said = {
+            "often": _often(count),
+            "longest": worst.operator or worst.call,
+            "where": where,
+            "calls": worst.site or ".item(), .cpu(), full_tensor() and synchronize()",
+        }
+    book.enter(mine, key, evidence, fqn=None if worst is None else worst.fqn, **said)
 
 
 def _often(count: float) -> str:
@@ -319,7 +223,7 @@ def _blocks_its_host(charge: Charge) -> bool:
 
 
 def _per_tensor(book: Book) -> None:
-    """An optimizer told to go through its parameters one by one."""
+    """Enter an optimizer that updates its parameters one by one."""
     slow = [
         one
         for manifest in book.manifests
@@ -331,55 +235,24 @@ def _per_tensor(book: Book) -> None:
     mine = book.take("host", lambda one: one.phase == "optimizer")
     if not book.on_device:
         mine += book.take("compute", lambda one: one.phase == "optimizer")
-    cost = sum(one.ns for one in mine)
-    first = slow[0]
-    problem = (
-        f"{first.class_name} updates {plural(first.parameters, 'parameter')} one by one (foreach=False): "
-        f"{book.per_step(cost)} in the optimizer, most of it dispatch."
-    )
     book.enter(
         mine,
-        id="optimizer_per_tensor",
-        cause="host",
-        title="optimizer, one parameter at a time",
-        problem=problem,
-        remedy=Remedy(
-            change="Leave foreach at its default, or pass fused=True.",
-            gain_ns=cost / 2,
-            reason="an estimate: half of the optimizer's time",
-        ),
-        confidence="medium",
-        why_sure="the option is recorded, the gain estimated",
-        evidence={"parameters": first.parameters},
+        "optimizer_per_tensor",
+        {"parameters": slow[0].parameters},
+        gain_ns=sum(one.ns for one in mine) / 2,
+        optimizer=slow[0].class_name,
     )
 
 
 def _dispatch(book: Book) -> None:
     mine = book.take("host")
-    cost, fqn = sum(one.ns for one in mine), worst_layer(mine)
-    if not book.on_device:
-        problem = "Python and the dispatch of operators take {cost} between the operators."
-        book.enter(
-            mine, id="host", cause="host", title="Python and dispatch", problem=problem, fqn=fqn, calm=True
-        )
-        return
     known = book.analysis.unrecorded_step is not None and book.analysis.unrecorded_step.slowdown is not None
-    unsure = "" if known else "; the profiler adds an unknown part of this"
-    idle = f"The device is idle for {book.per_step(cost)}"
-    problem = f"{idle} because the host does not launch in time{unsure}."
-    change = (
-        "Launch less (torch.compile, CUDA graphs, fused optimizer), or give each launch more work "
-        "(larger batch)."
-    )
-    enough = book.frac(cost) >= book.thresholds.host_bound_frac
+    enough = book.frac(sum(one.ns for one in mine)) >= book.thresholds.host_bound_frac
     book.enter(
         mine,
-        id="host_bound",
-        cause="host",
-        title="the host launches too slowly",
-        problem=problem,
-        remedy=Remedy(change=change, reason="all of this idle time") if enough else None,
-        fqn=fqn,
-        confidence="high" if known else "low",
-        why_sure="the cost of tracing is subtracted" if known else "the cost of tracing is unknown",
+        "host_bound" if book.on_device else "host",
+        fqn=worst_layer(mine),
+        remedy=enough,
+        known=known or not book.on_device,
+        unsure_part="" if known else "; the profiler adds an unknown part of this",
     )

@@ -6,22 +6,25 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
+from fsdp2prof.analyzers import findings
 from fsdp2prof.analyzers.layers import named_layer, numbered
 from fsdp2prof.analyzers.ledger.book import Book
-from fsdp2prof.analyzers.ledger.thresholds import finding
 from fsdp2prof.labels import is_root
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo
 from fsdp2prof.results.communication import GroupRow
-from fsdp2prof.results.finding import EvidenceValue, Finding, Severity
+from fsdp2prof.results.finding import Finding, Severity
 from fsdp2prof.results.trace import KernelRow
-from fsdp2prof.units import format_bytes, format_frac, format_ns, plural
+from fsdp2prof.units import format_ns, plural
 
 _Kind = TypeVar("_Kind", bound=Hashable)
 
 _KINDS = 3
 """Kinds of steps that have names of their own."""
+
+finding = partial(findings.finding, "ledger")
 
 
 def notes(book: Book) -> list[Finding]:
@@ -29,22 +32,9 @@ def notes(book: Book) -> list[Finding]:
     return [*_anomaly(book), *_padding(book), *_root_kept(book), *_unlike_steps(book)]
 
 
-REMOVE_ANOMALY = (
-    "Remove torch.autograd.set_detect_anomaly(True), or detect_anomaly(): they are for debugging."
-)
-
-
 def _anomaly(book: Book) -> list[Finding]:
     checks = sum(one.count for _, one in book.booked if one.why == "anomaly") / book.rank_steps
-    if not checks:
-        return []
-    problem = (
-        f"Anomaly detection of autograd is on: backward checks {checks:,.0f} gradients a step for NaN "
-        "and stops for each, and forward stores a Python stack with each operator."
-    )
-    return [
-        finding("anomaly_detection", "medium", None, problem, REMOVE_ANOMALY, {"checks_per_step": checks})
-    ]
+    return [finding("anomaly_detection", {"checks_per_step": checks})] if checks else []
 
 
 _SINGLE = re.compile(r"sgemm|simt_\w*gemm|gemm_f32f32_f32f32_f32")
@@ -60,21 +50,13 @@ def without_tensor_cores(kernels: Sequence[KernelRow], step_ns: float) -> list[F
     if not whole or spent < _MUCH_OF_COMPUTE * whole:
         return []
     part = spent / step_ns
-    problem = (
-        f"Matrix products in float32 without tensor cores take {format_frac(spent / whole)} of compute "
-        f"({format_ns(spent)} a step)."
-    )
-    change = (
-        "Compute in bfloat16 (MixedPrecisionPolicy, autocast), or call "
-        "torch.set_float32_matmul_precision('high')."
-    )
-    facts: dict[str, EvidenceValue] = {"compute_frac": spent / whole, "cost_frac": part}
     severity: Severity = "high" if part >= 0.3 else "medium" if part >= 0.1 else "low"
-    return [finding("float32_without_tensor_cores", severity, None, problem, change, facts)]
+    facts = {"compute_frac": spent / whole, "cost_frac": part}
+    return [finding("float32_without_tensor_cores", facts, severity=severity, spent=spent)]
 
 
 def _padding(book: Book) -> list[Finding]:
-    """Padding is equal on all ranks: the first manifest with parameter groups says it all."""
+    """Find padding, from the first manifest with parameter groups: it is equal on all ranks."""
     held = sum(_padded(group, p) for group in book.groups for p in group.parameters)
     padding = {
         f"{group.fqn or 'root'}: {p.fqn}": _padded(group, p) - math.prod(p.global_shape)
@@ -86,22 +68,15 @@ def _padding(book: Book) -> list[Finding]:
         return []
     worst = max(padding, key=padding.__getitem__)
     uneven = sum(elements > 0 for elements in padding.values())
-    problem = (
-        f"{format_frac(share)} of the sharded parameters is padding, gathered and reduced for nothing: "
-        f"dimension 0 of {uneven} parameters does not divide by the ranks (worst: {worst})."
-    )
-    change = (
-        "Choose sizes that divide, shard on another dimension (shard_placement_fn), or shard over "
-        "fewer ranks."
-    )
-    severity: Severity = "medium" if share >= book.thresholds.high_cost_frac else "low"
-    fqn = "" if worst.startswith("root: ") else worst.split(":")[0]
-    facts: dict[str, EvidenceValue] = {
-        "padding_frac": share,
-        "parameter": worst,
-        "padding_elements": padding[worst],
-    }
-    return [finding("uneven_shards", severity, fqn, problem, change, facts)]
+    return [
+        finding(
+            "uneven_shards",
+            {"padding_frac": share, "parameter": worst, "padding_elements": padding[worst]},
+            severity="medium" if share >= book.thresholds.high_cost_frac else "low",
+            fqn="" if worst.startswith("root: ") else worst.split(":")[0],
+            uneven=uneven,
+        )
+    ]
 
 
 def _padded(group: ParamGroupInfo, parameter: ParameterInfo) -> int:
@@ -109,7 +84,7 @@ def _padded(group: ParamGroupInfo, parameter: ParameterInfo) -> int:
 
 
 def _root_kept(book: Book) -> list[Finding]:
-    """The root keeps its parameters from forward to the end of backward: of note if they are many."""
+    """Find a root that keeps many parameters unsharded from forward to the end of backward."""
     gathered_again = {row.fqn for row in book.rows("all_gather") if row.phase == "backward"}
     payloads: dict[str, int] = {}
     for row in book.rows("all_gather"):
@@ -122,14 +97,8 @@ def _root_kept(book: Book) -> list[Finding]:
             continue
         share = payload / total
         if share >= limits.root_frac and payload >= limits.root_payload_bytes:
-            problem = (
-                f"The root holds {format_frac(share)} of all parameters and keeps them unsharded "
-                f"({format_bytes(payload)}) from its forward to the end of backward, which is FSDP2's "
-                "default."
-            )
-            change = "If memory is short, apply fully_shard to its large children (embedding, head) as well."
-            sizes: dict[str, EvidenceValue] = {"payload_bytes": payload, "share_frac": share}
-            found.append(finding("root_not_resharded", "info", fqn, problem, change, sizes))
+            sizes = {"payload_bytes": payload, "share_frac": share}
+            found.append(finding("root_not_resharded", sizes, fqn=fqn))
     return found
 
 
@@ -150,30 +119,20 @@ def _unlike_steps(book: Book) -> list[Finding]:
             f"{_reduced(sorted(layers - everywhere), which)} ({_each(book, rank, which)})"
             for layers, which in sorted(kinds.items(), key=lambda kind: -len(kind[0]))
         ]
-        problem = (
-            f"The steps are of {len(kinds)} kinds: {_listed(told)}. Models updated in turns make a step "
-            "each; so do micro-batches that a profiler counts as steps."
-        )
-        return [_finding(problem, list(kinds.values()), rank)]
+        return [_unlike("unlike_steps", told, list(kinds.values()), rank)]
     counts = _alike({step: sum(layers.values()) for step, layers in gathered.items()})
     if len(counts) > 1:
         told = [
             f"{count} in {numbered('step', which)} ({_each(book, rank, which)})"
             for count, which in counts.items()
         ]
-        problem = (
-            f"The steps are not alike: all-gathers of layers are {_listed(told)}. Evaluation in between, "
-            "another number of micro-batches or another path through the model does this."
-        )
-        return [_finding(problem, list(counts.values()), rank)]
+        return [_unlike("unlike_steps/counts", told, list(counts.values()), rank)]
     return []
 
 
-def _finding(problem: str, kinds: list[list[int]], rank: int) -> Finding:
-    steps = ",".join(map(str, kinds[0]))
-    change = f"Means mix them: analyze one kind alone, for example with --steps {steps}."
-    facts: dict[str, EvidenceValue] = {"kinds": len(kinds), "rank": rank}
-    return finding("unlike_steps", "low", None, problem, change, facts)
+def _unlike(key: str, told: list[str], kinds: list[list[int]], rank: int) -> Finding:
+    first = ",".join(map(str, kinds[0]))
+    return finding(key, {"kinds": len(kinds), "rank": rank}, described=_listed(told), first=first)
 
 
 def _each(book: Book, rank: int, steps: list[int]) -> str:

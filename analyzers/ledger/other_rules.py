@@ -6,7 +6,8 @@ import re
 from collections import defaultdict
 from math import prod
 
-from fsdp2prof.analyzers.ledger.book import Book, Remedy
+from fsdp2prof.analyzers.findings import fill, wordings
+from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.units import dtype_bytes
 from fsdp2prof.vocabulary import op_label
@@ -28,21 +29,7 @@ _LAUNCH_MISSING = "its launch is not in the file"
 def enter_other_communication(book: Book) -> None:
     """Enter collectives that no FSDP module issued, by kind; those of another parallelism apart."""
     if _unlabelled(book):
-        mine = book.take("other_communication")
-        if mine:
-            cost = book.per_step(sum(one.ns for one in mine))
-            problem = f"Unattributed collectives are exposed for {cost}."
-            title = "collectives without a layer"
-            book.enter(
-                mine,
-                id="unattributed_communication",
-                cause="other_communication",
-                title=title,
-                problem=problem,
-                calm=True,
-                confidence="low",
-                why_sure="the trace does not name FSDP modules, or lacks launches",
-            )
+        book.enter(book.take("other_communication"), "unattributed_communication")
         return
     _other_parallelism(book)
     _checkpoint(book)
@@ -54,15 +41,7 @@ def enter_other_communication(book: Book) -> None:
 def enter_saving(book: Book) -> None:
     """Enter everything that lines which save a checkpoint took, or made others wait for."""
     mine = [one for cause in _OF_A_SAVE for one in book.take(cause, _is_of_a_save)]
-    if not mine:
-        return
-    site = book.main_site(mine)
-    _enter_checkpoint(
-        book,
-        mine,
-        f"Each step saves a checkpoint at {site}: {book.per_step(sum(one.ns for one in mine))}.",
-        "everything at this line, and the waiting of other ranks for it",
-    )
+    _enter_checkpoint(book, "checkpoint_in_step", mine)
 
 
 def _is_of_a_save(charge: Charge) -> bool:
@@ -70,25 +49,9 @@ def _is_of_a_save(charge: Charge) -> bool:
     return outside and charge.site is not None and _SAVES.search(charge.site) is not None
 
 
-def _enter_checkpoint(book: Book, mine: list[Charge], problem: str, reason: str) -> None:
+def _enter_checkpoint(book: Book, key: str, mine: list[Charge]) -> None:
     site = book.main_site(mine)
-    book.enter(
-        mine,
-        id="checkpoint_in_step",
-        cause="other_communication",
-        title="a checkpoint in the step",
-        problem=problem,
-        remedy=Remedy(
-            change="Save every few hundred steps, shards instead of full tensors "
-            "(torch.distributed.checkpoint), and in the background (async_save).",
-            reason=reason,
-        ),
-        confidence="high" if site else "medium",
-        why_sure="the line is recorded"
-        if site
-        else "inferred from the gathered tensors and from where the host waits",
-        evidence={"site": site},
-    )
+    book.enter(mine, key, {"site": site}, known=site)
 
 
 def _unlabelled(book: Book) -> bool:
@@ -97,7 +60,7 @@ def _unlabelled(book: Book) -> bool:
 
 
 def _other_parallelism(book: Book) -> None:
-    """Groups of tensor, context, expert or pipeline parallelism: their collectives are the model's own."""
+    """Enter collectives of tensor, context, expert or pipeline parallelism."""
     known = {group.name: group for manifest in book.manifests for group in manifest.process_groups}
     sharding = {
         name
@@ -117,23 +80,12 @@ def _other_parallelism(book: Book) -> None:
         if name not in sharding and group.mesh_dim is not None and len(group.ranks) < everyone
     }
     mine = book.take("other_communication", lambda one: one.group in other)
-    if not mine:
-        return
     names = sorted({str(known[one.group].mesh_dim) for one in mine if one.group in known})
-    cost = book.per_step(sum(one.ns for one in mine))
-    problem = f"Collectives of the mesh dimension {', '.join(names)}, beside FSDP's, are exposed for {cost}."
-    book.enter(
-        mine,
-        id="other_parallelism",
-        cause="other_communication",
-        title=f"collectives of {', '.join(names)}",
-        problem=problem,
-        calm=True,
-    )
+    book.enter(mine, "other_parallelism", dimensions=", ".join(names))
 
 
 def _checkpoint(book: Book) -> None:
-    """Most of the model gathered outside FSDP and taken to the host: a checkpoint of full tensors."""
+    """Enter a checkpoint of full tensors: most of the model is gathered and copied to the host."""
     model = sum(
         row.payload_bytes
         for row in book.rows("all_gather")
@@ -149,40 +101,15 @@ def _checkpoint(book: Book) -> None:
         return
     for cause in ("sync", "host_pause"):
         mine += book.take(cause, lambda one: one.phase == "other")
-    _enter_checkpoint(
-        book,
-        mine,
-        "The step gathers most of the model outside FSDP and copies it to the host, as a checkpoint of full "
-        f"tensors does: {book.per_step(sum(one.ns for one in mine))}.",
-        "all gathers, copies and pauses outside forward, backward and optimizer",
-    )
+    _enter_checkpoint(book, "checkpoint_in_step/gathered", mine)
 
 
 def _kind(charge: Charge) -> str:
-    """Kind of a collective outside FSDP: its operator's where that says more than the kind of transfer."""
+    """Return the kind of a collective outside FSDP, by its operator where that is more specific."""
     operator = charge.operator or ""
     if "barrier" in operator:
         return "barrier"
     return charge.op or "other"
-
-
-_CALLS = {
-    "full_tensor": "Call {call} every few hundred steps, or work on the sharded tensor (to_local(), DTensor "
-    "operations).",
-    "barrier": "Remove {call} from the step: collectives keep the ranks in order.",
-    "all_gather_object": "Gather objects ({call}) every few hundred steps.",
-    "all_reduce": "Call {call} less often, or put the values into one tensor and reduce that once.",
-}
-"""What to change, by the function that the script calls."""
-_CHANGES = {
-    "all_gather": "These are usually metrics, full_tensor(), a state dict, or all_gather_object(): "
-    "do them every few hundred steps, or on the sharded tensors.",
-    "all_reduce": "These are usually metrics, or norms taken parameter by parameter: log less often, put the "
-    "values into one tensor and reduce that once.",
-    "barrier": "Remove barrier() from the step: collectives keep the ranks in order.",
-    "broadcast": "These are usually objects or seeds: send them once, before training.",
-    "reduce_scatter": "These are redistributions of DTensors outside FSDP: keep tensors in one placement.",
-}
 
 
 def _of_gradients(book: Book, mine: list[Charge]) -> bool:
@@ -207,21 +134,20 @@ def _own_count(book: Book) -> float:
     return sum(row.count for row in book.analysis.groups if row.fqn is not None) / book.rank_steps
 
 
-def _at(site: str, change: str) -> str:
-    """Return the change at a line that calls one of torch's functions, if it names one."""
+def _change(kind: str, site: str | None) -> str:
+    """Return what to change, at the line that calls one of torch's functions where it names one."""
+    texts = wordings("ledger")
+    change = texts.get(f"outside_fsdp/{kind}", texts["outside_fsdp/other"])["change"]
+    if site is None:
+        return change
     called, calls, _ = site.partition("() in ")
-    if calls and called in _CALLS:
-        return _CALLS[called].format(call=site)
-    if calls and "state_dict" in called:
-        return (
-            f"Call {site} every few hundred steps, and save shards instead of full tensors "
-            "(torch.distributed.checkpoint, async_save)."
-        )
+    called = "state_dict" if "state_dict" in called else called
+    if calls and (at := texts.get(f"outside_fsdp/{called}()")):
+        return fill(at["change"], {"site": site})
     return f"At {site}: {change[0].lower()}{change[1:]}"
 
 
 def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
-    cost = sum(one.ns for one in mine)
     count = sum(one.count for one in mine) / book.rank_steps
     phases: dict[str, int] = defaultdict(int)
     for one in mine:
@@ -231,31 +157,28 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     by = f" by {site}" if site else f" ({where})"
     called = "barrier" if kind == "barrier" else op_label(kind)
     noun = f"{called}{'' if round(count, 2) == 1 else 's'}"
-    problem = f"{count:.3g} {noun} a step are issued outside FSDP{by} and take {book.per_step(cost)}."
+    more = ""
     size = sum(one.bytes for one in mine) / max(1, sum(one.count for one in mine))
-    change = _CHANGES.get(kind, "These are another parallelism, or code of the script: do them less often.")
-    if site:
-        change = _at(site, change)
+    change = _change(kind, site)
     again = kind == "all_reduce" and _of_gradients(book, mine)
     if again:
-        problem += " Their sizes are those of the gradients' shards, which FSDP has reduced already."
+        more += " Their sizes are those of the gradients' shards, which FSDP has reduced already."
         change = f"Delete {site or 'these all-reduces'}: FSDP reduces gradients in backward."
     by_optimizer = max(phases, key=lambda phase: phases[phase]) == "optimizer"
     if by_optimizer:
-        problem += " The optimizer issues them: it needs more than a shard of each parameter."
+        more += " The optimizer issues them: it needs more than a shard of each parameter."
     few = not book.on_device and count < _own_count(book)
     usual = (few or count <= _USUAL_COUNT) and size <= _USUAL_BYTES
-    remedy = None
-    if not by_optimizer and not usual:
-        remedy = Remedy(change=change, reason="all of their exposed time")
     book.enter(
         mine,
-        id=f"{kind}_outside_fsdp",
-        cause="other_communication",
-        title=f"{called}s outside FSDP",
-        problem=problem,
-        remedy=remedy,
-        confidence="high" if site else "medium",
-        why_sure="the line is recorded" if site else "the caller is not recorded",
-        evidence={"per_step": count, "phases": where, "site": site},
+        "outside_fsdp",
+        {"per_step": count, "phases": where, "site": site},
+        remedy=not by_optimizer and not usual,
+        known=site,
+        kind=kind,
+        called=called,
+        noun=noun,
+        by=by,
+        more=more,
+        change=change,
     )

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from fsdp2prof.analyzers.layers import named_layer, numbered
-from fsdp2prof.analyzers.ledger.book import Book, Remedy
+from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.host_rules import steady_pauses
 from fsdp2prof.analyzers.ledger.machine import oversubscribed, starved_ranks
@@ -15,7 +15,7 @@ from fsdp2prof.analyzers.ranks.stragglers import LATE_FROM_THE_START
 from fsdp2prof.analyzers.ranks.summary import GARBAGE
 from fsdp2prof.results.communication import LateRank, LateRanks
 from fsdp2prof.results.finding import EvidenceValue
-from fsdp2prof.units import format_frac, format_ns, plural
+from fsdp2prof.units import format_frac, format_ns
 
 _UNEVEN = 2
 """How many times as much as any other a rank loses to a cause that is its own."""
@@ -30,15 +30,6 @@ _WORKING = ("compute", "host", "host_pause", "fsdp_copy")
 """Causes that a rank with more to do has more of."""
 _OWN_LOSS = {"data_loader": ("data_loader",), "host": ("host_pause", "garbage_collection")}
 """What a late rank lost itself while the others waited, by kind of work."""
-_REMEDY = {
-    "kernel": "Compare clocks, temperature and input sizes of rank {rank}'s device with the others'.",
-    "host": "Check what only rank {rank} does between its operators (logging, checkpoints, evaluation, "
-    "garbage collection), its CPU affinity and other processes on its host.",
-    "data_loader": "Give the data loader of rank {rank} more workers and prefetch, and check its storage.",
-    "communication": "Check the rank that rank {rank} waits for, and the links between them.",
-    "unknown": "Record more steps to see what rank {rank} does before.",
-}
-"""What to change, by kind of work."""
 
 
 def enter_waits(book: Book) -> None:
@@ -63,15 +54,7 @@ def enter_waits(book: Book) -> None:
 
 def _from_the_start(book: Book) -> None:
     mine = book.take("uneven_ranks", lambda one: one.detail == LATE_FROM_THE_START)
-    if not mine:
-        return
-    cost = book.per_step(sum(one.ns for one in mine))
-    problem = (
-        f"Ranks wait {cost} for others that were late when the recording began; what made them late is not "
-        "in the trace, and may be the start of the recording itself."
-    )
-    title = "waiting for ranks late from the start"
-    book.enter(mine, id="late_from_the_start", cause="uneven_ranks", title=title, problem=problem, calm=True)
+    book.enter(mine, "late_from_the_start")
 
 
 def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
@@ -95,48 +78,25 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
         else ""
     )
     at = "" if fqn is None or (kind == "host" and site) else f", at {named_layer(fqn)}"
-    reason = f"{text or 'unknown'}{at}"
-    problem = (
-        f"In {late.late_steps} of {plural(among.steps, 'step')} {others} in collectives for rank {rank}: "
-        f"{{cost}}, including its own excess.{beside} Rank {rank} is late mostly because {reason}."
-    )
+    key = f"straggler/{kind}"
     starved = starved_ranks(book.manifests).get(rank)
-    remedy = _REMEDY[kind].format(rank=rank)
-    named, cause = "straggler", "late_rank"
+    crowded, change = oversubscribed(book.manifests)
     if starved is not None and kind in ("host", "kernel", "unknown"):
-        named = "starved_host"
-        crowded, change = oversubscribed(book.manifests)
-        problem += f" {starved} The {crowded}." if crowded else f" {starved} The machine was busy."
-        remedy = change or f"Free the processors of rank {rank}'s host from other programs."
+        key = "starved_host/late_rank"
     elif kind == "data_loader":
-        named, cause = "data_loader", "data_loader"
+        key = "data_loader/late_rank"
     elif site == GARBAGE:
-        remedy = "Call gc.freeze() once the model is built, and gc.collect() on all ranks in the same steps."
+        key = "straggler/garbage"
     elif kind == "host" and site is not None:
-        remedy = f"Move the work of rank {rank} at {site} out of the step, or into another process."
-    elif kind == "host":
-        problem += " (The profiler was running, which slows hosts down.)"
+        key = "straggler/site"
     own = [cause for cause in _OWN_LOSS.get(kind, ()) if site != GARBAGE or cause == "garbage_collection"]
     for lost in own:
         mine += _own_loss(book, lost, rank)  # the same time as the others' waiting: it is gained once
     mine += _own_excess(book, mine, rank, net / len(book.analysis.ranks))
     book.enter(
         mine,
-        id=named,
-        cause=cause,
-        title=f"waiting for rank {rank}" + (" and its data loader" if kind == "data_loader" else ""),
-        problem=problem,
-        remedy=Remedy(
-            change=remedy,
-            gain_ns=min(net, sum(one.ns for one in mine)),
-            reason="the others' waiting for it less its own",
-            what_if="without data_loader" if kind == "data_loader" else f"without straggler:{rank}",
-        ),
-        rank=rank,
-        fqn=fqn,
-        confidence="high" if among.chance <= 0.1 else "medium",
-        why_sure=f"late in {late.late_steps} of {plural(among.steps, 'step')}",
-        evidence={
+        key,
+        {
             "wait_frac": share,
             "rank": rank,
             "wait_caused_ns": book.analysis.cross_rank.wait_caused_ns.get(str(rank), 0),
@@ -145,11 +105,22 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
             "cause": text,
             **_facts(among),
         },
+        rank=rank,
+        fqn=fqn,
+        gain_ns=min(net, sum(one.ns for one in mine)),
+        known=among.chance <= 0.1,
+        others=others,
+        beside=beside,
+        reason=f"{text or 'unknown'}{at}",
+        site=site,
+        starved=starved,
+        busy=crowded or "machine was busy",
+        free=change or f"Free the processors of rank {rank}'s host from other programs.",
     )
 
 
 def _least(waits: Sequence[Charge], late: Collection[int]) -> int:
-    """Return what an end of some waits gains on the rank that gains least: the others wait for that one."""
+    """Return what removing some waits gains on the rank that gains least, which the others then wait for."""
     gained: Counter[int] = Counter()
     for one in waits:
         gained[one.rank] += 0 if one.caught_up else one.ns
@@ -206,13 +177,13 @@ def _main_cause(charges: Sequence[Charge]) -> tuple[str, str | None, str | None]
 
 
 def _for_loaders(book: Book) -> None:
-    """Waiting for whichever rank's batch came last joins the data loader."""
+    """Charge waiting for the rank whose batch came last to the data loader."""
     mine = book.take("uneven_ranks", lambda one: one.why == "data_loader")
     book.put_back(replace(one, cause="data_loader") for one in mine)
 
 
 def _for_pauses(book: Book) -> None:
-    """Waiting for a rank that pauses at one place in most steps, or collects garbage, joins its pauses."""
+    """Charge waiting for a rank that pauses at one place in most steps, or collects garbage, to these."""
     steady = steady_pauses(book)
     pausing = {
         (one.rank, one.site)
@@ -271,114 +242,52 @@ def _more_work(book: Book) -> bool:
         return False
     gain = _least(mine, {rank}) * len(book.analysis.ranks)
     mine += _own_excess(book, mine, rank, waited)
-    problem = f"Rank {rank} {does}, and the others wait for it: {{cost}}, including its own time for them."
     book.enter(
         mine,
-        id="straggler",
-        cause="late_rank",
-        title=f"waiting for rank {rank}",
-        problem=problem,
-        remedy=Remedy(
-            change=f"Give rank {rank} the same {change} as the others.",
-            gain_ns=min(gain, sum(one.ns for one in mine)),
-            reason="what the others wait for it, and its own time for that work",
-            what_if=f"without straggler:{rank}" if book.on_device else None,
-        ),
+        "straggler/more_work",
+        {"rank": rank, "additional_ns_per_step": int(expected / steps), "kind": "kernel"},
         rank=rank,
-        why_sure="counted from recorded operators",
-        evidence={"rank": rank, "additional_ns_per_step": int(expected / steps), "kind": "kernel"},
+        gain_ns=min(gain, sum(one.ns for one in mine)),
+        does=does,
+        work=change,
+        replayed=rank if book.on_device else None,
     )
     return True
 
 
 def _uneven_inputs(book: Book) -> None:
-    """Ranks whose work differs from step to step: batches of other sizes."""
+    """Enter waiting between ranks whose work differs from step to step: batches of different sizes."""
     by_step = {step: list(ranks.values()) for step, ranks in _operations(book).items()}
     spread = [(max(row) - min(row)) / max(row) for row in by_step.values() if len(row) > 1]
     if not spread or sum(spread) / len(spread) < _UNEVEN_WORK:
         return
     mine = book.take("uneven_ranks", lambda one: one.why in ("kernel", "host", "unknown"))
-    if not mine:
-        return
-    cost = sum(one.ns for one in mine)
-    uneven = sum(spread) / len(spread)
-    problem = (
-        f"Ranks wait {book.per_step(cost)} for one another, and the matrix products of one step differ by "
-        f"{format_frac(uneven)} between ranks: their batches are of different sizes."
-    )
-    book.enter(
-        mine,
-        id="ranks_take_turns",
-        cause="uneven_ranks",
-        title="batches of different sizes",
-        problem=problem,
-        remedy=Remedy(
-            change="Even out the batches of a step: pack sequences, or sort them by length and give "
-            "all ranks alike.",
-            reason="all of this waiting",
-        ),
-        confidence="medium",
-        why_sure="operations are counted from recorded shapes",
-        evidence={"flops_spread_frac": uneven},
-    )
+    evidence = {"flops_spread_frac": sum(spread) / len(spread)}
+    book.enter(mine, "ranks_take_turns/batches", evidence)
 
 
 def _take_turns(book: Book, late: LateRanks | None) -> None:
-    """Waiting that no rank is to blame for, or for which there are too few steps to blame one."""
+    """Enter waiting that no single rank causes, or in too few steps to name one."""
     mine = book.take("uneven_ranks")
     if not mine:
         return
-    cost = sum(one.ns for one in mine)
-    waited = f"Ranks wait {book.per_step(cost)} for one another"
     facts: dict[str, EvidenceValue] = {} if late is None else _facts(late)
     unclear = late is not None and not late.steady and late.late_steps == late.steps < late.steps_needed
     if late is not None and unclear and book.on_device:
-        names = numbered("rank", [one.rank for one in late.ranks])
-        problem = (
-            f"{waited}, most of it for {names}, late in {late.late_steps} of {plural(late.steps, 'step')}: "
-        )
-        problem += "too few steps to tell a slow rank from coincidence."
-        needed = late.steps_needed
-        remedy = Remedy(
-            change=f"Trace at least {needed} steps (fsdp2prof record --active {needed}).",
-            reason="all of this waiting, if the rank is slow",
-            basis="unknown",
-        )
         book.enter(
             mine,
-            id="late_rank_unclear",
-            cause="uneven_ranks",
-            title=f"waiting, most of it for {names}",
-            problem=problem,
-            remedy=remedy,
-            calm=True,
-            confidence="low",
-            why_sure="too few steps",
-            evidence=facts,
+            "late_rank_unclear",
+            facts,
             rank=late.ranks[0].rank,
+            basis="unknown",
+            names=numbered("rank", [one.rank for one in late.ranks]),
+            late_steps=late.late_steps,
+            needed=late.steps_needed,
         )
         return
     kind, _, _ = _main_cause(mine)
-    problem = f"{waited}; no rank is late in most steps."
-    if not book.on_device:
-        problem = f"{waited}; no single place causes it, as is usual where ranks share processors."
-    book.enter(
-        mine,
-        id="ranks_take_turns",
-        cause="uneven_ranks",
-        title="ranks waiting for one another",
-        problem=problem,
-        remedy=Remedy(
-            change="Even out their inputs (sequence lengths), and keep other work off their hosts.",
-            reason="all of this waiting",
-        )
-        if book.on_device
-        else None,
-        calm=not book.on_device,
-        confidence="medium",
-        why_sure="no rank is late in most steps" if book.on_device else "no place or work is a rank's own",
-        evidence={**facts, "kind": kind},
-    )
+    key = "ranks_take_turns" if book.on_device else "ranks_take_turns/cpu"
+    book.enter(mine, key, {**facts, "kind": kind})
 
 
 def _facts(late: LateRanks) -> dict[str, EvidenceValue]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from fsdp2prof.analyzers.layers import in_phase
-from fsdp2prof.analyzers.ledger.book import Book, Remedy
+from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
 
 _RUNNING = ("compute", "host", "host_pause")
@@ -82,30 +82,15 @@ def _enter_outside(book: Book, mine: list[Charge], place: str | None) -> bool:
     if place is None or called in _OF_TRAINING or working + host < _HALF * whole or not working:
         return False
     looped = sum(one.ns for one in mine if one.why == "outside_loop") >= _HALF * whole
-    hooked = place.endswith(", a hook)")
-    if hooked:
-        change = f"Remove the hook at {place}, or let it work every few hundred steps."
+    key = "work_outside_training"
+    if place.endswith(", a hook)"):
+        key = "work_outside_training/hook"
     elif called in _COPIES:
-        change = f"Copy only when the copy is used, or every few hundred steps: {place}."
+        key = "work_outside_training/copies"
     elif looped:
-        change = (
-            f"Replace the loop at {place} by torch._foreach operations on the local shards (to_local()), or "
-            "run it every few steps."
-        )
-    else:
-        change = f"Run {place} every few steps, or fewer and larger operations at once."
+        key = "work_outside_training/loop"
     small = ", most of it in a loop of small operators" if looped else ""
-    book.enter(
-        mine,
-        id="work_outside_training",
-        cause="script",
-        title=f"the script's work at {place}",
-        problem=f"{'In forward' if hooked else 'Between steps'}, the script computes at {place} for "
-        f"{{cost}}{small}.",
-        remedy=Remedy(change=change, reason="everything at this place"),
-        why_sure="the line is recorded",
-        evidence={"site": place, "loop": looped},
-    )
+    book.enter(mine, key, {"site": place, "loop": looped}, small=small)
     return True
 
 
@@ -117,21 +102,14 @@ def _enter_loop(book: Book, mine: list[Charge], place: str | None) -> bool:
     where = [in_phase(phase) if phase != "other" else outside for phase, _ in phases.most_common()]
     at = f"at {place}" if place else f"{' and '.join(where)}"
     fqn = next((one.fqn for one in sorted(mine, key=lambda one: -one.ns) if one.fqn), None)
+    with_backward = phases["backward"] and len(phases) > 1
     book.enter(
         mine,
-        id="python_loop",
-        cause="script",
-        title=f"a loop of small operators {at}",
-        problem=f"A Python loop {at} runs small operators one by one, {{cost}}"
-        + (", with its backward." if phases["backward"] and len(phases) > 1 else "."),
-        remedy=Remedy(
-            change=f"Replace the loop {at} by operations on whole tensors, or compile its function "
-            "(torch.compile).",
-            reason="everything in the loop",
-        ),
+        "python_loop",
+        {"site": place},
         fqn=fqn,
-        confidence="high" if place else "medium",
-        why_sure="operators are recorded, and the line" if place else "no line is recorded",
-        evidence={"site": place},
+        known=place,
+        at=at,
+        with_backward=", with its backward." if with_backward else ".",
     )
     return True

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from math import prod
 from statistics import median
 
-from fsdp2prof.analyzers.layers import named_layer
-from fsdp2prof.analyzers.ledger.book import Book, Remedy
+from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.labels import is_root
 from fsdp2prof.manifest import ParamGroupInfo
-from fsdp2prof.units import dtype_bytes, format_bytes, format_frac
+from fsdp2prof.units import dtype_bytes
 
 _MANY_UNITS = 16
 """Parameter groups of a model from which on units of less than a mebibyte are called too fine."""
@@ -25,7 +24,7 @@ _LARGE_UNIT = 1.5
 
 
 def too_fine(book: Book) -> None:
-    """Many units that carry little: each pays the latency of a collective and FSDP's own work."""
+    """Enter many small units: each pays the latency of a collective and FSDP's own work."""
     fine = _tiny_units(book) or _below_the_knee(book)
     if not fine:
         return
@@ -42,34 +41,23 @@ def too_fine(book: Book) -> None:
     known = [row for row in rows if row.payload_bytes is not None]
     payload = sum(row.payload_bytes or 0 for row in known) // max(1, sum(row.count for row in known))
     merged = max(1, min(len(fine) // 4, 8))
-    problem = (
-        f"{len(fine)} units of {format_bytes(payload)} on average take {count / book.rank_steps:.3g} "
-        f"collectives a step: latency, not bandwidth, sets their time, {book.per_step(cost)}."
-    )
     book.enter(
         [*mine, *copies],
-        id="wrapping_too_fine",
-        cause="communication",
-        title=f"{len(fine)} small FSDP units",
-        problem=problem,
-        remedy=Remedy(
-            change="Apply fully_shard to larger modules, or to several together: fully_shard([a, b]).",
-            gain_ns=cost * (len(fine) - merged) / len(fine),
-            reason=f"with {merged} units in place of {len(fine)}, if each takes as long as one does now",
-        ),
-        confidence="medium",
-        why_sure="the time of larger units is extrapolated",
-        evidence={
+        "wrapping_too_fine",
+        {
             "collectives_per_step": int(count // book.rank_steps),
             "mean_payload_bytes": payload,
             "units": len(fine),
             "layers": sorted(fine)[:5],
         },
+        gain_ns=cost * (len(fine) - merged) / len(fine),
+        collectives=count / book.rank_steps,
+        merged=merged,
     )
 
 
 def _tiny_units(book: Book) -> set[str]:
-    """Units of less than a mebibyte, where the manifest has many of them or several a block."""
+    """Return units below one mebibyte, where there are many of them or several in a block."""
     sizes: dict[str, int] = {}
     for row in book.rows("all_gather"):
         if row.count and row.payload_bytes is not None and row.fqn is not None and not is_root(row.fqn):
@@ -88,14 +76,14 @@ def _tiny_units(book: Book) -> set[str]:
 
 
 def _block(fqn: str) -> list[str]:
-    """The beginning of a name up to its first number: the block that a module is in."""
+    """Return the block that a module is in: its name up to the first number."""
     parts = fqn.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
     return parts[: number + 1]
 
 
 def _below_the_knee(book: Book) -> set[str]:
-    """Layers whose collectives are small, many, and slower than the bandwidth of larger ones."""
+    """Return layers with many small collectives, slower than the bandwidth of larger ones."""
     limits = book.thresholds
     slow = {
         (row.op, row.process_group, row.dtype, row.payload_bytes)
@@ -117,7 +105,7 @@ def _below_the_knee(book: Book) -> set[str]:
 
 
 def too_coarse(book: Book) -> None:
-    """One unit with most parameters: nothing of the model can run while it is gathered."""
+    """Enter one unit with most parameters: no layer can run while it is gathered."""
     shares = _payload_shares(book)
     if not shares:
         return
@@ -129,58 +117,33 @@ def too_coarse(book: Book) -> None:
     ops = ("all_gather",) if root and not alone else ("all_gather", "reduce_scatter", "all_reduce")
     mine = book.take("communication", lambda one: one.fqn == fqn and one.op in ops)
     cost = sum(one.ns for one in mine)
-    name, parts = named_layer(fqn), _parts(book, fqn)
+    parts = _parts(book, fqn)
+    key, large = "wrapping_too_coarse", _large_in_root(book, fqn) if root else []
     if alone:
-        problem = (
-            f"All parameters ({format_bytes(payload)}) are in one FSDP unit, {name}, and are gathered "
-            "together"
-        )
-        change = "Call fully_shard on each block, then on the module that holds them."
-        named, title = "wrapping_too_coarse", "one FSDP unit for the whole model"
+        key = "wrapping_too_coarse/alone"
     elif root:
-        large = _large_in_root(book, fqn)
-        inside = f": {', '.join(f'`{one}`' for one in large)}" if large else ""
-        problem = (
-            f"The root unit holds {format_frac(share)} of all parameters ({format_bytes(payload)}){inside}, "
-            "which no fully_shard call wraps by itself"
-        )
-        change = f"Apply fully_shard to {_modules(large)} before the root."
-        named, title = "root_holds_most", "a root unit that holds much of the model"
-    else:
-        problem = f"One unit, {name}, holds {format_frac(share)} of all parameters ({format_bytes(payload)})"
-        change = (
-            f"Also apply fully_shard to the modules inside {name}: its blocks, or its large Linear layers."
-            if parts != 1
-            else f"{name[0].upper()}{name[1:]} has no modules inside to wrap: gather it earlier "
-            "(set_modules_to_forward_prefetch, set_modules_to_backward_prefetch on the blocks before it), or "
-            "split it into several modules."
-        )
-        named, title = "wrapping_too_coarse", f"one large FSDP unit, {name}"
-    exposed = book.per_step(cost)
-    shown = (
-        f"its collectives are exposed for {exposed}" if book.on_device else f"its collectives take {exposed}"
-    )
-    why = "" if book.on_device else " (on a CPU they are not hidden either way)"
-    gain = book.hideable_ns(mine) * (parts - 1) / parts if parts > 1 else book.hideable_ns(mine)
-    reason = "compute of the same phase can hide no more"
-    reason += f", and the first of {parts} units stays exposed" if parts > 1 else ""
+        key = "root_holds_most"
+    elif parts == 1:
+        key = "wrapping_too_coarse/one_module"
+    exposed, gain = book.per_step(cost), book.hideable_ns(mine)
     book.enter(
         mine,
-        id=named,
-        cause="communication",
-        title=title,
-        problem=f"{problem}; {shown}{why}.",
-        remedy=Remedy(
-            change=change,
-            gain_ns=gain if book.on_device else None,
-            reason=reason if book.on_device else "overlap cannot be measured on a CPU",
-            basis="bound" if book.on_device else "unknown",
-        ),
+        key,
+        {"payload_bytes": payload, "share_frac": share},
         fqn=fqn,
+        gain_ns=(gain * (parts - 1) / parts if parts > 1 else gain) if book.on_device else None,
+        basis="bound" if book.on_device else "unknown",
         calm=parts == 1 and not root and not book.on_device,
-        confidence="high" if book.on_device else "medium",
-        why_sure="units and sizes are recorded",
-        evidence={"payload_bytes": payload, "share_frac": share},
+        known=book.on_device,
+        exposed=f"its collectives are exposed for {exposed}"
+        if book.on_device
+        else f"its collectives take {exposed} (on a CPU they are not hidden either way)",
+        why="overlap cannot be measured on a CPU"
+        if not book.on_device
+        else "compute of the same phase can hide no more"
+        + (f", and the first of {parts} units stays exposed" if parts > 1 else ""),
+        inside=f": {', '.join(f'`{one}`' for one in large)}" if large else "",
+        modules=_modules(large),
     )
 
 

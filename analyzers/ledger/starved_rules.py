@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fsdp2prof.analyzers.ledger.book import Book, Remedy
+from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.machine import oversubscribed, waits_for_processors
 
@@ -29,21 +29,16 @@ def enter_starved(book: Book) -> None:
     _threads(book)
     own = () if book.on_device else ("compute", "fsdp_copy")
     mine = _taken(book, waits_for_processors(book.manifests), (*_RUNNING, "garbage_collection", *own))
-    cost = sum(one.ns for one in mine)
-    if not cost:
-        return
-    crowded, change = oversubscribed(book.manifests)
-    whose = f": {crowded}" if crowded else "; more threads were ready to run than the machine has processors"
-    book.enter(
-        mine,
-        id="starved_host",
-        cause="starved",
-        title="waiting for a processor",
-        problem=f"Ranks are ready to run and wait {book.per_step(cost)} for a processor{whose}.",
-        remedy=Remedy(change=change, reason="all of this waiting") if change else None,
-        calm=not change,
-        why_sure="the system counts it",
-    )
+    if any(one.ns for one in mine):
+        crowded, change = oversubscribed(book.manifests)
+        more = "; more threads were ready to run than the machine has processors"
+        book.enter(
+            mine,
+            "starved_host",
+            calm=not change,
+            crowded=f": {crowded}" if crowded else more,
+            change=change or "",
+        )
 
 
 def _threads(book: Book) -> None:
@@ -54,33 +49,13 @@ def _threads(book: Book) -> None:
     """
     held = _lock_held_ns(book)
     mine = _taken(book, held, _RUNNING)
-    cost = sum(one.ns for one in mine)
-    if not cost:
+    if not any(one.ns for one in mine):
         return
     lines: Counter[str] = Counter()
     for manifest in book.manifests:
         for step in manifest.host_steps:
             lines.update(step.python_threads)
-    line = lines.most_common(1)[0][0]
-    problem = (
-        f"Another Python thread computes ({line}) and holds the interpreter's lock; the training's thread "
-        f"waits for it {book.per_step(cost)}."
-    )
-    book.enter(
-        mine,
-        id="starved_host",
-        cause="starved",
-        title="waiting for the interpreter's lock",
-        problem=problem,
-        remedy=Remedy(
-            change=f"Run the work of {line} in another process (multiprocessing): the threads of a process "
-            "share the interpreter's lock.",
-            reason="all of this waiting",
-        ),
-        confidence="medium",
-        why_sure="CPU time of threads is recorded, who holds the lock is not",
-        evidence={"line": line},
-    )
+    book.enter(mine, "starved_host/interpreter", {"line": lines.most_common(1)[0][0]})
 
 
 def _taken(book: Book, amounts: Mapping[tuple[int, int], int], causes: Sequence[str]) -> list[Charge]:

@@ -1,4 +1,4 @@
-"""When a loss is worth a person's time, and the finding made of one."""
+"""When a loss is worth a person's time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from fsdp2prof.errors import UsageError
-from fsdp2prof.results.finding import EvidenceValue, Finding, Severity
+from fsdp2prof.results.finding import Finding, Severity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,19 +71,6 @@ def severity_of(frac: float, limits: FindingThresholds, on_device: bool) -> Seve
 def worth_telling(severity: Severity) -> bool:
     """Whether a loss of this severity is reported if it has a remedy."""
     return severity in ("high", "medium")
-
-
-def finding(
-    name: str,
-    severity: Severity,
-    fqn: str | None,
-    problem: str,
-    change: str,
-    evidence: dict[str, EvidenceValue],
-) -> Finding:
-    """Return a finding whose message says what is wrong, then what to change."""
-    message = f"{problem} {change}" if change else problem
-    return Finding(id=name, severity=severity, fqn=fqn, message=message, change=change, evidence=evidence)
 
 
 def cost_frac(found: Finding) -> float:

@@ -8,7 +8,7 @@ from functools import partial
 from math import prod
 
 from fsdp2prof.analyzers.layers import named_layer
-from fsdp2prof.analyzers.ledger.book import Book, Remedy, worst_layer
+from fsdp2prof.analyzers.ledger.book import Book, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.size_rules import too_coarse, too_fine
 from fsdp2prof.labels import is_root, qualified_fqn
@@ -41,7 +41,7 @@ def is_kind(op: str, phase: str | None = None) -> Callable[[Charge], bool]:
 
 
 def _across_nodes(book: Book) -> None:
-    """Shard groups over several hosts, where replicas of one host hold the same shards."""
+    """Enter shard groups that span hosts although the replicas of a host hold the same shards."""
     hosts = {one.rank: one.host for one in book.manifests}
 
     def spread(name: str | None, groups: Mapping[str, Sequence[int]]) -> int:
@@ -58,29 +58,11 @@ def _across_nodes(book: Book) -> None:
     if not crossing or crossing != inside:
         return
     mine = book.take("communication", lambda one: one.op in ("all_gather", "reduce_scatter"))
-    cost = sum(one.ns for one in mine)
-    problem = (
-        "The mesh shards across hosts and replicates inside them: all-gathers and reduce-scatters go over "
-        f"the network, exposed for {book.per_step(cost)}, and only the smaller all-reduce stays on a host."
-    )
-    change = (
-        "Turn the mesh: init_device_mesh(device, (hosts, ranks of a host), mesh_dim_names=(replicate, "
-        "shard)), so that each host holds all shards."
-    )
-    book.enter(
-        mine,
-        id="mesh_across_nodes",
-        cause="communication",
-        title="sharding across hosts",
-        problem=problem,
-        remedy=Remedy(change=change, reason="all of their exposed time; the all-reduce gets slower"),
-        confidence="medium",
-        why_sure="hosts and groups are recorded, the speed inside a host is not",
-    )
+    book.enter(mine, "mesh_across_nodes")
 
 
 def _every_micro_batch(book: Book) -> None:
-    """Gradients that are reduced more than once for one update of the parameters."""
+    """Enter gradients that are reduced more than once for one update of the parameters."""
     times, known = _reductions(book, "reduce_scatter")
     if times < 2:
         return
@@ -88,36 +70,19 @@ def _every_micro_batch(book: Book) -> None:
     mine = book.take("communication", is_kind("reduce_scatter"), (times - 1, times))
     if all_reduces == times:
         mine += book.take("communication", is_kind("all_reduce"), (times - 1, times))
-    cost = sum(one.ns for one in mine)
     first = min(((row.rank, row.step) for row in book.rows("reduce_scatter")), default=(0, 0))
     sizes = [
         row.payload_bytes // row.count
         for row in book.rows("reduce_scatter")
         if (row.rank, row.step) == first and row.count and row.payload_bytes is not None
     ]
-    problem = (
-        f"Gradients are reduced {times} times a step{', once a micro-batch' if known else ''}: the "
-        f"reductions before the last are exposed for {book.per_step(cost)}."
-    )
-    condition = "" if known else "If these are micro-batches of one update: "
-    memory = f"; full gradients ({format_bytes(sum(sizes))}) then stay in memory" if sizes else ""
-    change = (
-        f"{condition}{'c' if condition else 'C'}all set_requires_gradient_sync(False) in all micro-batches "
-        f"but the last{memory}."
-    )
+    size = sum(sizes) or None
     book.enter(
         mine,
-        id="reduced_every_micro_batch",
-        cause="communication",
-        title="reducing gradients every micro-batch",
-        problem=problem,
-        remedy=Remedy(
-            change=change,
-            reason="the exposed time of these reductions; adding gradients up costs some of it",
-            memory_bytes=sum(sizes) or None,
-            what_if="sync=last",
-        ),
-        evidence={"reductions_per_step": times, "memory_bytes": sum(sizes) or None},
+        "reduced_every_micro_batch" if known else "reduced_every_micro_batch/unknown",
+        {"reductions_per_step": times, "memory_bytes": size},
+        memory_bytes=size,
+        memory="" if size is None else f"; full gradients ({format_bytes(size)}) then stay in memory",
     )
 
 
@@ -138,7 +103,7 @@ def _reductions(book: Book, op: str) -> tuple[int, bool]:
 
 
 def _gathered_repeatedly(book: Book) -> None:
-    """Units that run forward several times in a micro-batch, and are gathered each time."""
+    """Enter units that run forward several times in a micro-batch and are gathered each time."""
     manifest = next((one for one in book.manifests if one.param_groups), None)
     if manifest is None:
         return
@@ -156,33 +121,26 @@ def _gathered_repeatedly(book: Book) -> None:
         part = group.gathers - needed, group.gathers
         mine += book.take("communication", partial(_of_layer, is_kind("all_gather"), fqn), part)
         found.append((group.gathers, needed, passes, fqn))
-    if book.frac(cost := sum(one.ns for one in mine)) < book.thresholds.min_cost_frac:
+    if book.frac(sum(one.ns for one in mine)) < book.thresholds.min_cost_frac:
         book.put_back(mine)
         return
     gathers, needed, passes, fqn = max(found)
     units = named_layer(fqn) if len(found) == 1 else plural(len(found), "unit")
-    verb = "is" if len(found) == 1 else "are"
+    names = f"{units[0].upper()}{units[1:]} {'is' if len(found) == 1 else 'are'}"
     book.enter(
         mine,
-        id="gathered_repeatedly",
-        cause="communication",
-        title=f"gathering {units} {gathers} times",
-        problem=f"{units[0].upper()}{units[1:]} {verb} gathered {gathers} times a step, where "
-        f"{needed} would do: {book.per_step(cost)}.",
-        remedy=Remedy(
-            change="Keep what runs forward several times gathered in between (reshard_after_forward=False), "
-            "or "
-            f"run it once per micro-batch: {', '.join(named_layer(one) for *_, one in found[:4])}.",
-            reason="the exposed time of all but one all-gather for the forward and one for the backward",
-        ),
+        "gathered_repeatedly",
+        {"gathers": gathers, "micro_batches": passes, "units": len(found)},
         fqn=fqn,
-        why_sure="the recorder counts all-gathers and forwards",
-        evidence={"gathers": gathers, "micro_batches": passes, "units": len(found)},
+        name=units,
+        Name=names,
+        needed=needed,
+        names=", ".join(named_layer(one) for *_, one in found[:4]),
     )
 
 
 def _gathered_every_micro_batch(book: Book) -> None:
-    """Units that are gathered anew in each of many micro-batches, where once would do for all of them."""
+    """Enter units that are gathered again in each of many micro-batches, where once is enough."""
     manifest = next((one for one in book.manifests if one.param_groups), None)
     if manifest is None:
         return
@@ -209,26 +167,16 @@ def _gathered_every_micro_batch(book: Book) -> None:
     units = named_layer(fqn) if len(found) == 1 else plural(len(found), "unit")
     book.enter(
         mine,
-        id="gathered_every_micro_batch",
-        cause="communication",
-        title="gathering parameters in every micro-batch",
-        problem=f"Parameters of {units} are gathered {gathers} times a step, anew in each of {passes} "
-        "micro-batches: all but the first time take {cost}.",
-        remedy=Remedy(
-            change="Keep parameters gathered between micro-batches (reshard_after_forward=False, and "
-            f"set_reshard_after_backward(False) in all but the last): {format_bytes(added)} more memory. Or "
-            "run fewer and larger micro-batches.",
-            reason="the exposed time of all gathers but one",
-            memory_bytes=added,
-        ),
+        "gathered_every_micro_batch",
+        {"gathers": gathers, "micro_batches": passes, "memory_bytes": added},
         fqn=worst_layer(mine),
-        why_sure="the recorder counts all-gathers and micro-batches",
-        evidence={"gathers": gathers, "micro_batches": passes, "memory_bytes": added},
+        memory_bytes=added,
+        name=units,
     )
 
 
 def _resharded_needlessly(book: Book) -> None:
-    """A layer whose forward ends last, or the root, gathered again as soon as backward begins."""
+    """Enter the last layer or the root where it is gathered again as soon as backward begins."""
     again: set[str] = set()
     for rows in _by_rank_step(book.rows("all_gather")).values():
         forward = [row for row in rows if row.phase == "forward"]
@@ -240,24 +188,12 @@ def _resharded_needlessly(book: Book) -> None:
                 again.add(row.fqn)
     gathered = is_kind("all_gather", "backward")
     mine = book.take("communication", lambda one: one.fqn in again and gathered(one))
-    if book.frac(cost := sum(one.ns for one in mine)) < book.thresholds.min_cost_frac:
+    if book.frac(sum(one.ns for one in mine)) < book.thresholds.min_cost_frac:
         book.put_back(mine)
         return
     names = ", ".join(named_layer(fqn) for fqn in sorted(again)[:4])
-    book.enter(
-        mine,
-        id="resharded_needlessly",
-        cause="communication",
-        title=f"gathering {names} twice",
-        problem=f"{names[0].upper()}{names[1:]}: resharded at the end of forward and gathered again as soon "
-        f"as backward begins, {book.per_step(cost)} of waiting.",
-        remedy=Remedy(
-            change=f"Keep {names} gathered: reshard_after_forward=False.",
-            reason="the exposed time of the second all-gather",
-            what_if="reshard=default",
-        ),
-        fqn=worst_layer(mine),
-    )
+    name = f"{names[:1].upper()}{names[1:]}"
+    book.enter(mine, "resharded_needlessly", fqn=worst_layer(mine), names=names, Names=name)
 
 
 def _of_layer(wanted: Callable[[Charge], bool], fqn: str, charge: Charge) -> bool:
@@ -272,12 +208,12 @@ def _by_rank_step(rows: Iterable[GroupRow]) -> dict[tuple[int, int], list[GroupR
 
 
 def _has_more(book: Book, cost: int) -> bool:
-    """Whether a change that costs no precision is reported for more communication than this."""
+    """Whether a reported change without loss of precision covers more communication than this."""
     return any(one.told and one.cause == "communication" and one.total_ns >= cost for one in book.entries)
 
 
 def _in_float32(book: Book) -> None:
-    """Bytes that half precision would save: of reductions, or of everything."""
+    """Enter the bytes that half precision would save: of reductions, or of everything."""
     if not book.on_device:
         return
     half = {row.fqn for row in book.rows("all_gather") if row.dtype in _HALF}
@@ -297,53 +233,12 @@ def _in_float32(book: Book) -> None:
             "communication", lambda one: one.op == "reduce_scatter" and one.fqn in layers, (1, 2)
         )
         cost = sum(one.ns for one in mine)
-        if not cost:
-            return
-        included = "" if book.waits_known else " (waiting for other ranks included)"
-        problem = (
-            "Gradients are reduced in float32 while parameters are gathered in half precision: "
-            f"reduce-scatter takes more time than all-gather{included}, and half of its bytes are exposed "
-            f"for {book.per_step(cost)}."
-        )
-        change = "Set MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), if training stays stable with it."
-        remedy = Remedy(
-            change=change, reason="half of the exposed reduce-scatter", what_if="reduce_dtype=bfloat16"
-        )
-        book.enter(
-            mine,
-            id="reduce_in_float32",
-            cause="communication",
-            title="reducing gradients in float32",
-            problem=problem,
-            remedy=remedy,
-            fqn=worst_layer(mine),
-            calm=_has_more(book, cost),
-            confidence="medium",
-            why_sure="time is taken to grow with bytes",
-        )
+        if cost:
+            included = "" if book.waits_known else " (waiting for other ranks included)"
+            calm = _has_more(book, cost)
+            book.enter(mine, "reduce_in_float32", fqn=worst_layer(mine), calm=calm, included=included)
     elif single:
         mine = book.take("communication", lambda one: one.dtype == "float32", (1, 2))
         cost = sum(one.ns for one in mine)
-        if not cost:
-            return
-        problem = (
-            "Parameters are gathered and gradients reduced in float32; half of the bytes are exposed for "
-            f"{book.per_step(cost)}."
-        )
-        change = (
-            "Pass mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16) to fully_shard; shards "
-            "stay float32."
-        )
-        book.enter(
-            mine,
-            id="parameters_in_float32",
-            cause="communication",
-            title="communication in float32",
-            problem=problem,
-            remedy=Remedy(
-                change=change, reason="half of the exposed communication; products get faster, too"
-            ),
-            calm=_has_more(book, cost),
-            confidence="medium",
-            why_sure="time is taken to grow with bytes",
-        )
+        if cost:
+            book.enter(mine, "parameters_in_float32", calm=_has_more(book, cost))

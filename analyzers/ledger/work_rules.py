@@ -5,28 +5,22 @@ from __future__ import annotations
 from collections import Counter
 
 from fsdp2prof.analyzers.layers import named_layer
-from fsdp2prof.analyzers.ledger.book import Book, Remedy, by_layer, worst_layer
+from fsdp2prof.analyzers.ledger.book import Book, by_layer, worst_layer
 from fsdp2prof.units import format_bytes, plural
 
 _GIGA = 1e9
-_GENERATING = (
-    "Keep the model gathered while it generates (set_reshard_after_forward(False)), or generate with an "
-    "inference engine."
-)
 
 
 def enter_work(book: Book) -> None:
     """Enter what ran beside the training's own work, and all that no rule took."""
     _evaluation(book)
     _offload(book)
-    _recompute(book)
     _rest(book)
 
 
 def _evaluation(book: Book) -> None:
     mine = book.take("evaluation")
-    cost = sum(one.ns for one in mine)
-    if not cost:
+    if not any(one.ns for one in mine):
         return
     forwards = sum(one.count for one in mine if one.op is None)
     windows = {(one.rank, one.step) for one in mine if one.op is None and one.count}
@@ -38,25 +32,18 @@ def _evaluation(book: Book) -> None:
     site = max(filter(None, lines), key=lambda line: lines[line], default=None)
     each = forwards / max(1, len(windows))
     often = "every step" if steps == traced else f"{len(steps)} of {plural(len(traced), 'traced step')}"
-    called = f", called at {site}" if site else " (evaluation, generation, or an output that is not used)"
-    problem = (
-        f"{each:.3g} {'forward runs' if round(each, 2) == 1 else 'forwards run'} without a backward in "
-        f"{often}"
-        f"{called}: {book.per_step(cost)}, with {'its' if round(each, 2) == 1 else 'their'} all-gathers."
-    )
+    one_alone = round(each, 2) == 1
+    generating = site is not None and "generat" in site
     book.enter(
         mine,
-        id="forward_without_backward",
-        cause="evaluation",
-        title="forwards without backward",
-        problem=problem,
-        remedy=Remedy(
-            change=_GENERATING if site and "generat" in site else _evaluate_less(site),
-            reason="all of their time",
-        ),
+        "forward_without_backward/generating" if generating else "forward_without_backward",
+        {"forwards_per_step": each, "steps": len(steps), "site": site},
         calm=bool(steps) and steps <= _without_some_model(book),
-        why_sure="forwards and backwards are counted by their labels",
-        evidence={"forwards_per_step": each, "steps": len(steps), "site": site},
+        run="forward runs" if one_alone else "forwards run",
+        whose="its" if one_alone else "their",
+        often=often,
+        called=f", called at {site}" if site else " (evaluation, generation, or an output that is not used)",
+        where=f"Run the forward at {site}" if site else "Evaluate",
     )
 
 
@@ -74,20 +61,9 @@ def _without_some_model(book: Book) -> set[int]:
     return {step for step, some in reduced.items() if some and some != roots}
 
 
-def _evaluate_less(site: str | None) -> str:
-    return (
-        f"{f'Run the forward at {site}' if site else 'Evaluate'} every few hundred steps if it only measures "
-        "(evaluation, metrics), or remove it if its output is not used. If the training needs it (rollouts, "
-        "scores), keep the model gathered over several such forwards (set_reshard_after_forward(False))."
-    )
-
-
 def _offload(book: Book) -> None:
-    """Copies between host and device that nothing hides: CPU offload, or the training's own."""
+    """Enter exposed copies between host and device: CPU offload, or the training's own."""
     mine = book.take("offload")
-    if not mine:
-        return
-    cost = sum(one.ns for one in mine)
     size, count = sum(one.bytes for one in mine), sum(one.count for one in mine)
     offloaded = any(group.offload for group in book.groups) or any(one.fqn is not None for one in mine)
     pinned = all(group.offload_pin_memory for group in book.groups if group.offload)
@@ -99,67 +75,25 @@ def _offload(book: Book) -> None:
         f"{format_bytes(size // book.rank_steps)}{speed}" if size else f"{count / book.rank_steps:.3g} copies"
     )
     whose = f", most for {named_layer(worst)} ({book.per_step(layers[0][1])})" if layers else ""
-    what = (
-        "Parameters and gradients cross the host's link (CPU offload)"
-        if offloaded
-        else "Copies between host and device"
-    )
-    problem = f"{what} {'' if offloaded else 'are exposed '}for {book.per_step(cost)}: {amount}{whose}."
-    if not offloaded:
-        change = "Copy from pinned memory with non_blocking=True, ahead of need."
-    elif not pinned:
-        change = (
-            "Pin the offloaded parameters (CPUOffloadPolicy(pin_memory=True)), or keep them on the device."
-        )
-    else:
-        change = (
-            "Keep parameters on the device (no CPUOffloadPolicy) if they fit, shard over more ranks, or do "
-            "more work per copy (larger batch, gradient accumulation)."
-        )
+    offloading = "cpu_offload" if pinned else "cpu_offload/unpinned"
     book.enter(
         mine,
-        id="cpu_offload" if offloaded else "host_copies",
-        cause="offload",
-        title="copies between host and device",
-        problem=problem,
-        remedy=Remedy(change=change, reason="all exposed copies"),
-        fqn=worst,
-        evidence={
+        offloading if offloaded else "host_copies",
+        {
             "bytes_per_step": size // book.rank_steps,
             "bytes_per_s": size * _GIGA / copying if copying else None,
             "copies_per_step": count / book.rank_steps,
         },
-    )
-
-
-def _recompute(book: Book) -> None:
-    book.enter(
-        book.take("recompute"),
-        id="recomputation",
-        cause="recompute",
-        title="recomputed forwards",
-        problem="Activation checkpointing runs forwards again in backward: {cost}.",
+        fqn=worst,
+        amount=amount,
+        whose=whose,
     )
 
 
 def _rest(book: Book) -> None:
-    """Enter copies, launch latency, useful compute, and what nothing explains."""
-    worded = {
-        "fsdp_copy": ("fsdp_copies", "FSDP copies", "FSDP's copies and casts for its buffers take {cost}."),
-        "queued": (
-            "launch_latency",
-            "launched, not yet started",
-            "Work that is launched waits {cost} to start.",
-        ),
-        "unknown": (
-            "unknown_idle",
-            "idle, cause unknown",
-            "Nothing runs for {cost}, and no launch in the file tells why.",
-        ),
-        "compute": ("compute", "compute", "Useful work takes {cost}."),
-    }
-    for cause, (named, title, problem) in worded.items():
+    """Enter recomputation, copies, launch latency, useful compute, and what nothing explains."""
+    book.enter(book.take("recompute"), "recomputation")
+    named = {"fsdp_copy": "fsdp_copies", "queued": "launch_latency", "unknown": "unknown_idle"}
+    for cause in (*named, "compute"):
         mine = book.take(cause)
-        book.enter(
-            mine, id=named, cause=cause, title=title, problem=problem, fqn=worst_layer(mine), calm=True
-        )
+        book.enter(mine, named.get(cause, cause), fqn=worst_layer(mine))

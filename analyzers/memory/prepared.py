@@ -185,6 +185,11 @@ class PreparedRecording:
     peak_order: int
     """The event that made the highest total, the first one among equals."""
 
+    @property
+    def peak_bytes(self) -> int:
+        """Allocated bytes at the peak."""
+        return int(self.totals[self.peak_order])
+
     def live(self, order: int) -> AllocationTable:
         """Return the allocations that are live right after an event."""
         return self.allocations.take(live_at(self.allocations, order))

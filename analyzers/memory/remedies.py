@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fsdp2prof.analyzers.findings import worded
 from fsdp2prof.analyzers.memory.attribution import CHECKPOINT, LOSS, StackKinds
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, live_at
 from fsdp2prof.labels import is_root, qualified_fqn
@@ -87,57 +88,26 @@ def remedies_at(
     resharded, ahead = _gathered(live, fqn, manifest)
     states = _held(live, "sharded_parameter", "sharded_gradient", "optimizer_state")
     recomputed = _recomputable(view, live, loss)
-    options = [
-        (
-            "chunked_loss",
-            loss_bytes * (_CHUNKS - 1) // _CHUNKS,
-            f"compute head and loss in {_CHUNKS} chunks of the tokens, or with a fused linear cross-entropy",
-        ),
-        (
-            "low_precision_logits",
-            _size(live, casts),
-            "do not copy the logits to fp32 before the loss; a fused cross-entropy casts inside its kernel",
-        ),
-        (
-            "activation_checkpointing",
-            recomputed[1],
-            "checkpoint every block: keep its input, recompute the rest in backward",
-        ),
-        (
-            "smaller_batch",
-            (_held(live, "activation", "input", "temporary") + requested) // 2,
-            "halve the micro-batch and accumulate gradients over two of them",
-        ),
-        (
-            "reshard_after_forward",
-            resharded,
-            "reshard the groups that stay unsharded while another layer runs",
-        ),
-        (
-            "less_prefetch",
-            ahead,
-            "prefetch one layer ahead (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch)",
-        ),
-        (
-            "reduced_gradients",
-            int(view.allocations.size[kept_gradients(view, order, manifest)].sum()),
-            "reduce gradients in every micro-batch (set_requires_gradient_sync(True))",
-        ),
-        ("wider_sharding", states // 2, "shard over twice as many ranks: each holds half of the states"),
-        (
-            "expandable_segments",
-            _unused(view, order) if request else min(split_bytes, _unused(view, order)),
-            "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: unused reserved memory becomes usable",
-        ),
-    ]
+    unused = _unused(view, order)
+    savings = {
+        "chunked_loss": loss_bytes * (_CHUNKS - 1) // _CHUNKS,
+        "low_precision_logits": _size(live, casts),
+        "activation_checkpointing": recomputed[1],
+        "smaller_batch": (_held(live, "activation", "input", "temporary") + requested) // 2,
+        "reshard_after_forward": resharded,
+        "less_prefetch": ahead,
+        "reduced_gradients": int(view.allocations.size[kept_gradients(view, order, manifest)].sum()),
+        "wider_sharding": states // 2,
+        "expandable_segments": unused if request else min(split_bytes, unused),
+    }
     found = [
         Remedy(
             action=action,
             saves_bytes=saves,
             enough=_enough(saves, recomputed[0] if action == "activation_checkpointing" else saves, missing),
-            how=how,
+            how=worded("memory", f"remedy/{action}", {"chunks": _CHUNKS})("change"),
         )
-        for action, saves, how in sorted(options, key=lambda option: -option[1])
+        for action, saves in sorted(savings.items(), key=lambda option: -option[1])
         if saves > 0
     ]
     little = _LITTLE * int(view.totals[order])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
-from fsdp2prof.analyzers.layers import numbered
+from fsdp2prof.analyzers.findings import finding, worded
 from fsdp2prof.results.finding import EvidenceValue, Finding, Severity
 from fsdp2prof.results.nccl import NcclCommunicator
 from fsdp2prof.tables.nccl import LoggedCommunicator, LoggedProcess
@@ -33,6 +34,14 @@ class Reason:
     evidence: dict[str, EvidenceValue]
 
 
+def _reason(
+    key: str, evidence: Mapping[str, EvidenceValue], *, severity: Severity = "medium", **said: object
+) -> Reason:
+    text = worded("nccl", key, {**evidence, **said})
+    severity = cast("Severity", text("severity") or severity)
+    return Reason(text("id"), severity, text("problem"), text("change"), dict(evidence))
+
+
 def reasons(communicator: NcclCommunicator, processes: Sequence[LoggedProcess]) -> list[Reason]:
     """Return why a communicator is slow, the worst first. ``processes`` are its own."""
     return [
@@ -58,15 +67,8 @@ def behind(logged: Sequence[LoggedCommunicator]) -> list[Reason]:
     if len(counts) < max(((one.size or 0) for one in logged), default=0) or not 0 < fewest < most:
         return []
     ranks = sorted(rank for rank, count in counts.items() if count == fewest)
-    return [
-        Reason(
-            _BEHIND,
-            "medium" if most - fewest > 1 else "low",
-            f"has {fewest:,} collectives in the log of its {numbered('rank', ranks)} and {most:,} in others'",
-            "If the job hangs, look there first (`fsdp2prof analyze hang`); else the log ends early.",
-            {"ranks": list(ranks), "fewest": fewest, "most": most},
-        )
-    ]
+    severity: Severity = "medium" if most - fewest > 1 else "low"
+    return [_reason(_BEHIND, {"ranks": ranks, "fewest": fewest, "most": most}, severity=severity)]
 
 
 def folded(causes: Sequence[tuple[NcclCommunicator, Sequence[Reason]]]) -> list[Finding]:
@@ -111,18 +113,8 @@ def forced_settings(processes: Sequence[LoggedProcess]) -> list[Finding]:
     }
     if not forced:
         return []
-    change = "Unset them unless a measurement says otherwise."
     said = ", ".join(f"{name}={printable(value)}" for name, value in sorted(forced.items()))
-    return [
-        Finding(
-            id="nccl-forced",
-            severity="low",
-            fqn=None,
-            message=f"The environment overrides NCCL's tuning: {said}. {change}",
-            change=change,
-            evidence={"variables": forced},
-        )
-    ]
+    return [finding("nccl", "nccl-forced", {"variables": forced}, said=said)]
 
 
 def logged_warnings(processes: Sequence[LoggedProcess]) -> list[Finding]:
@@ -135,15 +127,8 @@ def logged_warnings(processes: Sequence[LoggedProcess]) -> list[Finding]:
         return []
     most = sorted(counted, key=lambda text: (-counted[text], text))[:_SHOWN]
     quoted = "; ".join(f"“{printable(text)}” ({plural(counted[text], 'time')})" for text in most)
-    return [
-        Finding(
-            id="nccl-warnings",
-            severity="medium",
-            fqn=None,
-            message=f"NCCL warned {plural(sum(counted.values()), 'time')}: {quoted}.",
-            evidence={"warnings": {text: counted[text] for text in most}},
-        )
-    ]
+    warnings = {"warnings": {text: counted[text] for text in most}}
+    return [finding("nccl", "nccl-warnings", warnings, times=sum(counted.values()), quoted=quoted)]
 
 
 def _named(communicator: NcclCommunicator) -> str:
@@ -169,22 +154,15 @@ def _socket(communicator: NcclCommunicator, processes: Sequence[LoggedProcess]) 
         return
     set_so = _variables(processes, "NCCL_IB_DISABLE", "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_IB_HCA")
     none_found = any("IB" in one.no_device for one in processes)
+    key = "nccl-socket"
     if set_so:
-        because, change = f", with {', '.join(map(printable, set_so))}", "Check these variables."
+        key = "nccl-socket/variables"
     elif none_found:
-        because = " since NCCL found no InfiniBand or RoCE device"
-        change = "Check that the container sees the devices (`ibv_devinfo`), and NCCL_IB_HCA."
-    else:
-        because, change = (
-            "",
-            "Read the lines `NET/IB` and `NET/Plugin` of the log: they say why no faster network was used.",
-        )
-    yield Reason(
-        "nccl-socket",
-        "high",
-        f"sends through TCP sockets on {plural(sockets, 'connection')}{because}",
-        change,
+        key = "nccl-socket/no_device"
+    yield _reason(
+        key,
         {"connections": sockets, "variables": set_so, "no_device": none_found},
+        set_so=", ".join(map(printable, set_so)) or None,
     )
 
 
@@ -203,15 +181,12 @@ def _no_p2p(communicator: NcclCommunicator, processes: Sequence[LoggedProcess]) 
     because = f", with {', '.join(map(printable, set_so))}" if set_so else ""
     if not because and pairs:
         because = "; NCCL says that P2P is disabled between connected GPUs"
-    yield Reason(
-        "nccl-no-p2p",
-        "high" if set_so or pairs else "medium",
-        f"goes from GPU to GPU of one node through {through} on {plural(shared or inside, 'connection')}"
-        f"{because}",
-        "Check these variables."
-        if set_so
-        else "Check `nvidia-smi topo -p2p r`, ACS and IOMMU, and which GPUs the container sees.",
+    yield _reason(
+        "nccl-no-p2p/variables" if set_so else "nccl-no-p2p",
         {"connections": shared or inside, "variables": set_so, "pairs_disabled": pairs},
+        severity="high" if set_so or pairs else "medium",
+        through=through,
+        because=because,
     )
 
 
@@ -224,13 +199,10 @@ def _no_gdr(communicator: NcclCommunicator, processes: Sequence[LoggedProcess]) 
     because = f", with {', '.join(map(printable, set_so))}" if set_so else ""
     if not because and disabled:
         because = f"; NCCL says that GPU Direct RDMA is disabled for {plural(disabled, 'device')}"
-    yield Reason(
-        "nccl-no-gdr",
-        "medium",
-        f"copies through host memory for the network, without GPU Direct RDMA, on "
-        f"{plural(through_host, 'connection')}{because}",
-        "Check these variables." if set_so else "Load nvidia_peermem, or a kernel with DMA-BUF.",
+    yield _reason(
+        "nccl-no-gdr/variables" if set_so else "nccl-no-gdr",
         {"connections": through_host, "variables": set_so, "devices_disabled": disabled},
+        because=because,
     )
 
 
@@ -242,15 +214,10 @@ def _one_nic(communicator: NcclCommunicator, processes: Sequence[LoggedProcess])
     there = max((len(one.nics.get("IB", ())) for one in processes), default=0)
     if len(communicator.nics) != 1 or most < 2 or communicator.nics[0].startswith("NET/Socket"):
         return
-    said = f", of {there} that NCCL lists" if there > 1 else ""
-    yield Reason(
-        "nccl-one-nic",
-        "medium",
-        f"shares one network device, {printable(communicator.nics[0])}, among {most} GPUs of a node{said}",
-        "Check NCCL_IB_HCA and NCCL_CROSS_NIC."
-        if there > 1
-        else "If the node has more, NCCL does not see them.",
+    yield _reason(
+        "nccl-one-nic/of_several" if there > 1 else "nccl-one-nic",
         {"device": communicator.nics[0], "gpus": most, "devices_listed": there},
+        name=printable(communicator.nics[0]),
     )
 
 
@@ -259,10 +226,5 @@ def _far_paths(communicator: NcclCommunicator) -> Iterator[Reason]:
     if not far or any(one.startswith(("NVL", "NVB", "C2C")) for one in communicator.path_types):
         return
     worst = max(far, key=list(_FAR).index)
-    yield Reason(
-        "nccl-pci-path",
-        "medium",
-        f"reaches GPUs of a node through {_FAR[worst]} ({worst}), not NVLink",
-        "`nvidia-smi topo -m` shows which GPUs have NVLink; put groups that talk most on those.",
-        {"path_types": list(communicator.path_types)},
-    )
+    paths = {"path_types": list(communicator.path_types)}
+    yield _reason("nccl-pci-path", paths, through=_FAR[worst], worst=worst)

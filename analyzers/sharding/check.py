@@ -9,18 +9,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 
+from fsdp2prof.analyzers.findings import listed
 from fsdp2prof.analyzers.sharding.layout import chunk_rows, rows_of_shard
 from fsdp2prof.analyzers.sharding.mistakes import find_mistakes
 from fsdp2prof.analyzers.sharding.recorded import RecordedGroup, group_key, shard_dim
-from fsdp2prof.analyzers.sharding.run_evidence import (
-    Outcome,
-    RunEvidence,
-    failed,
-    finding,
-    listed,
-    ok,
-    unknown,
-)
+from fsdp2prof.analyzers.sharding.run_evidence import Outcome, RunEvidence, failed, finding, ok, unknown
 from fsdp2prof.manifest import ParameterInfo, RankManifest
 from fsdp2prof.results.check import CheckRow, RunCheck, UnshardedRow
 from fsdp2prof.results.finding import SEVERITIES, Finding
@@ -45,18 +38,15 @@ def _ranks(evidence: RunEvidence) -> Outcome:
     if not evidence.sharded and len(left_out) < max(1, len(missing)):
         ended = next((one.error for one in evidence.manifests.values() if one.error), None)
         why = f"they ended with {ended}" if ended else "nothing is sharded by fully_shard, or nothing ran"
-        problem = f"No rank described a parameter group: {why}."
-        return failed(name, world, finding("nothing_sharded", "high", problem, ranks=[]))
+        return failed(name, world, finding("nothing_sharded", {"ranks": []}, why=why))
     if not missing:
         return ok(name, world, f"all {plural(world, 'rank')} described their parameter groups")
     if len(left_out) == len(missing):
         said = f"{plural(len(missing), 'rank')} left out by --ranks: {listed(missing)}"
         return unknown(name, said, world)
-    problem = (
-        f"{plural(len(missing), 'rank')} of {world} left no parameter group: {listed(missing)}; they crashed "
-        "before their first step, or never called fully_shard."
+    return failed(
+        name, world, finding("ranks_missing", {"ranks": missing}, missing=len(missing), world=world)
     )
-    return failed(name, world, finding("ranks_missing", "high", problem, ranks=missing))
 
 
 def _same_groups(evidence: RunEvidence) -> Outcome:
@@ -77,13 +67,8 @@ def _same_groups(evidence: RunEvidence) -> Outcome:
         return unknown(name, f"{len(ways)} sets of groups, as pipeline stages have", len(evidence.sharded))
     expected = max(ways.values(), key=lambda ranks: (len(ranks), -ranks[0]))
     odd = sorted(rank for ranks in ways.values() if ranks is not expected for rank in ranks)
-    problem = (
-        f"Ranks {listed(odd)} have other parameter groups, or in another order, than rank {expected[0]}: "
-        f"{_first_difference(evidence, expected[0], odd[0])}. Their collectives do not belong together: the "
-        "job hangs or mixes up parameters."
-    )
-    change = "Build and wrap the model the same on every rank."
-    found = finding("groups_differ", "high", problem, change, ranks=odd)
+    difference = _first_difference(evidence, expected[0], odd[0])
+    found = finding("groups_differ", {"ranks": odd}, expected=expected[0], difference=difference)
     return failed(name, len(evidence.sharded), found)
 
 
@@ -121,9 +106,7 @@ def _process_groups(evidence: RunEvidence) -> Outcome:
         return ok(
             "process groups", checked, "all ranks of a sharding group list the same ranks in the same order"
         )
-    problem = f"Ranks disagree on which ranks shard together: {listed(wrong)}."
-    change = "Make every process group on every rank, in the same order (init_device_mesh does)."
-    return failed("process groups", checked, finding("shard_groups_differ", "high", problem, change))
+    return failed("process groups", checked, finding("shard_groups_differ", wrong=wrong))
 
 
 def _shards(evidence: RunEvidence) -> Outcome:
@@ -150,8 +133,8 @@ def _shards(evidence: RunEvidence) -> Outcome:
         said = "every shard matches its rank's position in the mesh"
         said += f"; {plural(uneven, 'parameter')} of uneven size" if uneven else ""
         return ok("shards", checked, said)
-    problem = f"{plural(len(wrong), 'shard')} do not match the mesh: {listed(wrong)}."
-    return failed("shards", checked, finding("wrong_shards", "high", problem, ranks=sorted(ranks)))
+    found = finding("wrong_shards", {"ranks": sorted(ranks)}, shards=len(wrong), wrong=wrong)
+    return failed("shards", checked, found)
 
 
 def _coverage(evidence: RunEvidence) -> Outcome:
@@ -174,8 +157,8 @@ def _coverage(evidence: RunEvidence) -> Outcome:
             if (held != copies * whole) if copies is not None else (whole and held % whole):
                 wrong.append(f"{parameter.fqn}: {held:,} of {whole:,} elements")
     if wrong:
-        problem = f"The shards of {plural(len(wrong), 'parameter')} do not add up to it: {listed(wrong)}."
-        return failed("coverage", checked, finding("shards_do_not_add_up", "high", problem))
+        found = finding("shards_do_not_add_up", parameters=len(wrong), wrong=wrong)
+        return failed("coverage", checked, found)
     if left:
         said = f"{plural(left, 'parameter')} not checked: some of their ranks left nothing"
         return unknown("coverage", said, checked)
@@ -203,20 +186,9 @@ def _replicas(evidence: RunEvidence) -> Outcome:
     if not wrong:
         return ok("replicas", checked, "replicas hold the same values and gradients after the first step")
     what = "gradients" if wrong["gradients"] else "values"
-    cause = (
-        "the all-reduce between replicas is missing"
-        if wrong["gradients"]
-        else "they were initialized differently; fully_shard does not broadcast"
-    )
-    problem = f"Replicas differ in {what} after the first step: {cause}: {listed(wrong[what])}."
-    change = (
-        "Reduce on every replica (mesh of two dimensions, no set_requires_all_reduce(False) in the last "
-        "micro-batch)."
-        if wrong["gradients"]
-        else "Seed every replica alike, or broadcast the weights over dp_replicate before training."
-    )
-    count = len(wrong[what])
-    return failed("replicas", checked, finding("replicas_differ", "high", problem, change, parameters=count))
+    key = "replicas_differ/gradients" if wrong["gradients"] else "replicas_differ"
+    found = finding(key, {"parameters": len(wrong[what])}, wrong=wrong[what])
+    return failed("replicas", checked, found)
 
 
 def _replica_sets(group: RecordedGroup) -> Iterator[list[int]]:
@@ -245,9 +217,7 @@ def _versions(evidence: RunEvidence) -> Outcome:
             facts[name] = text
     if not differing:
         return ok("versions", len(evidence.manifests), f"the same {listed(names)} on every rank")
-    problem = f"Ranks run different versions: {'. '.join(differing)}."
-    change = "Use one image or environment on all nodes: collectives of different versions hang or differ."
-    found = finding("versions_differ", "high", problem, change, versions=facts)
+    found = finding("versions_differ", {"versions": facts}, what=". ".join(differing))
     return failed("versions", len(evidence.manifests), found)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from fsdp2prof.analyzers.sharding.run_evidence import Outcome, failed, finding, listed, ok, unknown
+from fsdp2prof.analyzers.findings import listed
+from fsdp2prof.analyzers.sharding.run_evidence import Outcome, failed, finding, ok, unknown
 from fsdp2prof.results.check import EnvironmentCheck, ProbedGather, ProbedRank, ProbedTransport
-from fsdp2prof.results.finding import SEVERITIES, Finding
+from fsdp2prof.results.finding import SEVERITIES, Finding, Severity
 from fsdp2prof.tables.probes import RankProbe
 from fsdp2prof.units import format_bytes, format_ns, plural
 
@@ -68,18 +69,14 @@ def _ranks(probes: Sequence[RankProbe], world_size: int) -> Outcome:
     present = {one.rank for one in probes}
     missing = [rank for rank in range(world_size) if rank not in present]
     if not probes or missing:
-        problem = f"{plural(len(missing), 'rank')} of {world_size} did not finish: {listed(missing)}."
-        change = "Check their output; a rendezvous that hangs is often a firewall or a wrong MASTER_ADDR."
-        return failed("rendezvous", world_size, finding("ranks_missing", "high", problem, change))
+        found = finding("ranks_missing/probed", missing=len(missing), world=world_size, names=missing)
+        return failed("rendezvous", world_size, found)
     locals_of_host: dict[str, list[int]] = defaultdict(list)
     for one in probes:
         locals_of_host[one.host].append(one.local_rank)
     wrong = [host for host, found in locals_of_host.items() if sorted(found) != list(range(len(found)))]
     if wrong:
-        problem = f"LOCAL_RANK does not count from 0 on {listed(wrong)}."
-        return failed(
-            "rendezvous", world_size, finding("local_ranks", "high", problem, "Let torchrun set it.")
-        )
+        return failed("rendezvous", world_size, finding("local_ranks", hosts=wrong))
     slowest = max(one.init_ns for one in probes)
     return ok("rendezvous", world_size, f"all ranks found each other, within {format_ns(slowest)}")
 
@@ -88,12 +85,10 @@ def _devices(probes: Sequence[RankProbe]) -> Outcome:
     places = Counter((one.host, one.device_index) for one in probes if one.device_index is not None)
     shared = [f"device {index} of {host}" for (host, index), count in places.items() if count > 1]
     if shared:
-        problem = f"Several ranks use {listed(shared)}."
-        return failed("devices", len(probes), finding("shared_device", "high", problem))
+        return failed("devices", len(probes), finding("shared_device/probed", devices=shared))
     names = sorted({one.device for one in probes})
     if len(names) > 1:
-        problem = f"Ranks have different devices: {listed(names)}; the slowest sets the pace."
-        return failed("devices", len(probes), finding("devices_differ", "medium", problem))
+        return failed("devices", len(probes), finding("devices_differ", devices=names))
     return ok("devices", len(probes), f"{listed(names)} on every rank")
 
 
@@ -101,8 +96,7 @@ def _versions(probes: Sequence[RankProbe]) -> Outcome:
     names = sorted({name for one in probes for name in one.versions})
     differing = [name for name in names if len({one.versions.get(name) for one in probes}) > 1]
     if differing:
-        problem = f"Ranks run different versions of {listed(differing)}."
-        return failed("versions", len(probes), finding("versions_differ", "high", problem, "Use one image."))
+        return failed("versions", len(probes), finding("versions_differ/probed", names=differing))
     return ok("versions", len(probes), f"the same {listed(names)} on every rank")
 
 
@@ -111,10 +105,9 @@ def _variables(probes: Sequence[RankProbe]) -> Outcome:
     names = sorted({name for one in probes for name in one.variables} - own)
     differing = [name for name in names if len({one.variables.get(name) for one in probes}) > 1]
     if differing:
-        problem = f"Ranks have different values of {listed(differing)}."
-        change = "Export the same variables on every node."
-        severity = "high" if any(name.startswith(("NCCL_", "MASTER_")) for name in differing) else "medium"
-        found = finding("variables_differ", severity, problem, change)  # type: ignore[arg-type]
+        grave = any(name.startswith(("NCCL_", "MASTER_")) for name in differing)
+        severity: Severity = "high" if grave else "medium"
+        found = finding("variables_differ/probed", severity=severity, names=differing)
         return failed("variables", len(names), found)
     return ok("variables", len(names), "the same on every rank")
 
@@ -128,9 +121,7 @@ def _sums(probes: Sequence[RankProbe]) -> Outcome:
             if each.total != sum(rank + 1 for rank in each.ranks) or one.rank not in each.ranks:
                 wrong.append(f"{each.dimension} on rank {one.rank}")
     if wrong:
-        problem = f"An all-reduce of whole numbers gave a wrong sum: {listed(wrong)}."
-        change = "Run memory and link tests on these nodes before you train on them."
-        return failed("sums", checked, finding("wrong_sums", "high", problem, change))
+        return failed("sums", checked, finding("wrong_sums", wrong=wrong))
     dimensions = list(dict.fromkeys(each.dimension for one in probes for each in one.sums))
     return ok("sums", checked, f"right over {listed(dimensions)}")
 
@@ -162,11 +153,9 @@ def _bandwidth(gathers: Sequence[ProbedGather], expected: int | None) -> Outcome
     if expected is None:
         return unknown("bandwidth", f"{rate}; add --hardware to compare it with the usual rate")
     if best.bus_bytes_per_s < _SLOW_FRAC * expected:
-        problem = f"All-gathers reach {rate}, where {expected / 1e9:.0f} GB/s are usual."
-        change = (
-            "Look at the transports below, at `nvidia-smi topo -m`, and at the variables that NCCL reads."
+        return failed(
+            "bandwidth", len(gathers), finding("slow_collectives", rate=rate, expected=expected / 1e9)
         )
-        return failed("bandwidth", len(gathers), finding("slow_collectives", "high", problem, change))
     return ok("bandwidth", len(gathers), f"{rate}, {expected / 1e9:.0f} GB/s are usual")
 
 
@@ -178,9 +167,7 @@ def _clocks(probes: Sequence[RankProbe]) -> Outcome:
     said = f"rank {worst} differs most, by {format_ns(offsets[worst])}"
     certain = max(one.clock_round_trip_ns or 0 for one in probes if one.rank == worst)
     if abs(offsets[worst]) - certain // 2 > _CLOCK_NS:
-        problem = f"Clocks differ: {said} from rank 0."
-        change = "Synchronize them (chrony, PTP); traces are aligned by their collectives meanwhile."
-        return failed("clocks", len(offsets), finding("clocks_differ", "medium", problem, change))
+        return failed("clocks", len(offsets), finding("clocks_differ", said=said))
     return ok("clocks", len(offsets), said)
 
 
@@ -191,8 +178,7 @@ def _disks(probes: Sequence[RankProbe]) -> Outcome:
         return unknown("disk", "it could not be written to")
     said = f"{format_bytes(min(free))} free, written at {format_bytes(min(rates))}/s"
     if min(free) < _RECORDING_BYTES or min(rates) < _SLOW_DISK:
-        change = "Record fewer ranks (--ranks sample:8), or to another disk."
-        return failed("disk", len(rates), finding("small_disk", "medium", f"For recordings: {said}.", change))
+        return failed("disk", len(rates), finding("small_disk", said=said))
     return ok("disk", len(rates), said)
 
 

@@ -6,10 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
-from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence, find_in_variables, finding, listed
+from fsdp2prof.analyzers.findings import listed
+from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence, find_in_variables, finding
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, UnshardedInfo
-from fsdp2prof.results.finding import Finding, Severity
-from fsdp2prof.units import dtype_bytes, format_bytes, format_frac, plural
+from fsdp2prof.results.finding import EvidenceValue, Finding, Severity
+from fsdp2prof.units import dtype_bytes
 
 _FEW_PARAMETERS = 4
 """A model of fewer has nothing to wrap one by one."""
@@ -30,20 +31,8 @@ def find_mistakes(evidence: RunEvidence) -> list[Finding]:
 
 
 def _wrappers(evidence: RunEvidence) -> Iterator[Finding]:
-    names = evidence.info.wrappers
-    if not names:
-        return
-    said = listed(names)
-    if not evidence.sharded:
-        problem = f"This training wraps its model with {said}, not with fully_shard: FSDP2 shards nothing."
-        yield finding("not_fully_shard", "high", problem, "Wrap with fully_shard instead.", wrappers=names)
-        return
-    problem = f"{said} wraps a model beside fully_shard."
-    change = (
-        "Around the same model it reduces gradients a second time, or those outside every group: use "
-        "fully_shard alone, with a mesh of two dimensions for replicas (HSDP)."
-    )
-    yield finding("another_wrapper", "medium", problem, change, wrappers=names)
+    if names := evidence.info.wrappers:
+        yield finding("another_wrapper" if evidence.sharded else "not_fully_shard", {"wrappers": names})
 
 
 def _root_only(evidence: RunEvidence) -> Iterator[Finding]:
@@ -62,13 +51,9 @@ def _root_only(evidence: RunEvidence) -> Iterator[Finding]:
         ):
             continue
         whole = _gathered_bytes(only)
-        problem = (
-            f"Only the root is wrapped: {plural(len(only.parameters), 'parameter')} are gathered in one "
-            f"all-gather of {format_bytes(whole)}, which nothing overlaps, and all stay in memory together."
-        )
-        change = "Call fully_shard on every block before the root."
         severity: Severity = "high" if whole >= _LARGE_BYTES else "medium" if whole >= _TINY_BYTES else "low"
-        yield finding("root_only", severity, problem, change, fqn="", gathered_bytes=whole)
+        amounts = {"gathered_bytes": whole}
+        yield finding("root_only", amounts, severity=severity, fqn="", parameters=len(only.parameters))
 
 
 def _large_root(evidence: RunEvidence) -> Iterator[Finding]:
@@ -86,14 +71,15 @@ def _large_root(evidence: RunEvidence) -> Iterator[Finding]:
         for one in (one for group in rest for one in group.parameters):
             modules[one.fqn.rpartition(".")[0]] += prod(one.padded_local_shape)
         large = [name for name, size in modules.most_common(4) if name and 10 * size >= modules.total()]
-        problem = (
-            f"The root unit gathers {format_bytes(own)}, {format_frac(own / whole)} of the model"
-            f"{f' ({listed(large)})' if large else ''}: nothing hides its all-gather, and it stays gathered "
-            "until the backward ends."
+        yield finding(
+            "root_holds_most",
+            {"gathered_bytes": own},
+            severity="medium" if own >= _LARGE_BYTES else "low",
+            fqn="",
+            part=own / whole,
+            large=listed(large),
+            modules=listed(large) or "its large modules",
         )
-        change = f"Apply fully_shard to {listed(large) or 'its large modules'} before the root."
-        severity: Severity = "medium" if own >= _LARGE_BYTES else "low"
-        yield finding("root_holds_most", severity, problem, change, fqn="", gathered_bytes=own)
 
 
 def _not_reduced(evidence: RunEvidence) -> Iterator[Finding]:
@@ -102,12 +88,7 @@ def _not_reduced(evidence: RunEvidence) -> Iterator[Finding]:
     for one in evidence.first.roots:
         if one.root not in trained or not one.reshards or one.gradient_syncs != 0:
             continue
-        problem = (
-            f"Gradients are never reduced: {plural(one.reshards, 'backward')} a step ran with "
-            "set_requires_gradient_sync(False), so the optimizer has no gradients and changes nothing."
-        )
-        change = "Call set_requires_gradient_sync(True) before the last backward of every step."
-        yield finding("gradients_never_reduced", "high", problem, change, root=one.root)
+        yield finding("gradients_never_reduced", {"root": one.root}, backwards=one.reshards)
 
 
 def _shards_of_one(evidence: RunEvidence) -> Iterator[Finding]:
@@ -120,14 +101,14 @@ def _shards_of_one(evidence: RunEvidence) -> Iterator[Finding]:
     if not alone:
         return
     held = sum(map(_gathered_bytes, alone))
-    ranks = alone[0].replicate_world_size
-    problem = (
-        f"The mesh {alone[0].mesh.shape} replicates {plural(len(alone), 'group')} ({format_bytes(held)}) "
-        f"over {ranks} ranks and shards them over one: every rank holds all parameters and optimizer states."
+    yield finding(
+        "sharded_over_one_rank",
+        {"ranks": alone[0].replicate_world_size},
+        severity="medium" if held >= _LARGE_BYTES else "low",
+        mesh=alone[0].mesh.shape,
+        groups=len(alone),
+        held=held,
     )
-    change = "Give fully_shard a mesh whose last dimension has several ranks, as (replicate, shard)."
-    severity: Severity = "medium" if held >= _LARGE_BYTES else "low"
-    yield finding("sharded_over_one_rank", severity, problem, change, ranks=ranks)
 
 
 def _doubles(evidence: RunEvidence) -> Iterator[Finding]:
@@ -139,14 +120,8 @@ def _doubles(evidence: RunEvidence) -> Iterator[Finding]:
         if any((group.param_dtype or one.dtype) == "float64" for one in group.parameters)
     ]
     held = sum(map(_gathered_bytes, doubles))
-    if not held or 2 * held <= whole:
-        return
-    problem = (
-        f"Parameters are float64 ({format_bytes(held)} in {plural(len(doubles), 'group')}): gathers and "
-        "products in it take twice the bytes of float32, and most devices compute it many times as slowly."
-    )
-    change = "Convert the model before fully_shard (model.float()), and inputs, which NumPy makes float64."
-    yield finding("double_precision", "medium", problem, change, bytes=held)
+    if held and 2 * held > whole:
+        yield finding("double_precision", {"bytes": held}, groups=len(doubles))
 
 
 def _gathered_bytes(group: ParamGroupInfo) -> int:
@@ -166,12 +141,7 @@ def _tiny_units(evidence: RunEvidence) -> Iterator[Finding]:
     if len(tiny) < _MANY_UNITS or 2 * len(tiny) <= len(sizes):
         return
     mean = sum(tiny.values()) // len(tiny)
-    problem = (
-        f"{len(tiny)} FSDP units gather {format_bytes(mean)} each on average: latency, not bandwidth, "
-        "sets the time of their collectives."
-    )
-    change = "Apply fully_shard to larger modules, or to several together: fully_shard([a, b])."
-    yield finding("wrapping_too_fine", "low", problem, change, units=len(tiny), mean_bytes=mean)
+    yield finding("wrapping_too_fine", {"units": len(tiny), "mean_bytes": mean})
 
 
 def _blocks_without_root(evidence: RunEvidence) -> set[int]:
@@ -190,24 +160,16 @@ def _outside(evidence: RunEvidence) -> Iterator[Finding]:
     told = [one for one in evidence.first.unsharded or () if one.kind == "parameter"]
     trained = [one for one in told if one.requires_grad]
     frozen = [one for one in told if not one.requires_grad]
-    severity = _unreduced(evidence, trained)
-    if severity is not None:
-        size = sum(one.nbytes for one in trained)
-        problem = (
-            f"No group has {plural(len(trained), 'trainable parameter')} ({format_bytes(size)}): "
-            f"{listed([one.fqn for one in trained])}. Every rank holds the whole, and FSDP does not reduce "
-            f"the gradient: ranks drift apart{_unless(evidence, severity)}."
-        )
-        change = "Take it out of ignored_params, or all-reduce its gradient before the optimizer."
-        yield finding("unreduced_parameters", severity, problem, change, bytes=size)
+    yield from _unreduced(evidence, trained, "unreduced_parameters")
     if frozen:
         size = sum(one.nbytes for one in frozen)
-        problem = (
-            f"No group has {plural(len(frozen), 'frozen parameter')} ({format_bytes(size)}), which every "
-            f"rank holds whole: {listed([one.fqn for one in frozen])}."
+        yield finding(
+            "unsharded_frozen",
+            {"bytes": size},
+            severity="medium" if size >= _LARGE_BYTES else "info",
+            parameters=len(frozen),
+            names=[one.fqn for one in frozen],
         )
-        severity = "medium" if size >= _LARGE_BYTES else "info"
-        yield finding("unsharded_frozen", severity, problem, "Shard them to save memory.", bytes=size)
 
 
 def _optimizer(evidence: RunEvidence) -> Iterator[Finding]:
@@ -217,35 +179,31 @@ def _optimizer(evidence: RunEvidence) -> Iterator[Finding]:
     left_out = [one for one in trained if one.optimized is False]
     dead = [one for one in stray if not one.has_gradient]
     if dead and left_out:
-        problem = (
-            f"An optimizer holds {plural(len(dead), 'parameter')} without gradient that no module has any "
-            f"more ({listed([one.fqn for one in dead])}), while {plural(len(left_out), 'sharded parameter')} "
-            "are in no optimizer: it was built before fully_shard, which replaces parameters. Its step "
-            "changes nothing."
-        )
-        change = "Build the optimizer from model.parameters() after the last fully_shard."
-        yield finding("optimizer_before_fully_shard", "high", problem, change, parameters=len(left_out))
+        names = [one.fqn for one in dead]
+        count = {"parameters": len(left_out)}
+        yield finding("optimizer_before_fully_shard", count, dead=len(dead), names=names)
     elif left_out:
-        problem = (
-            f"No optimizer has {plural(len(left_out), 'trainable parameter')}: "
-            f"{listed([one.fqn for one in left_out])}. Their reduced gradients are never used."
-        )
-        change = "Freeze what is not to be trained, give the rest to an optimizer."
-        yield finding("not_optimized", "medium", problem, change, parameters=len(left_out))
+        names = [one.fqn for one in left_out]
+        yield finding("not_optimized", {"parameters": len(left_out)}, names=names)
     alive = [one for one in stray if one.has_gradient]
-    severity = _unreduced(evidence, alive)
+    yield from _unreduced(evidence, alive, "unreduced_parameters/in_optimizer")
+
+
+def _unreduced(evidence: RunEvidence, whole: Sequence[UnshardedInfo], key: str) -> Iterator[Finding]:
+    """Find gradients that neither FSDP nor the script reduces."""
+    severity = _unreduced_severity(evidence, whole)
     if severity is not None:
-        size = sum(one.nbytes for one in alive)
-        problem = (
-            f"An optimizer updates {plural(len(alive), 'parameter')} ({format_bytes(size)}) outside every "
-            f"module that fully_shard wrapped: {listed([one.fqn for one in alive])}. FSDP does not reduce "
-            f"their gradients: ranks drift apart{_unless(evidence, severity)}."
+        yield finding(
+            key,
+            {"bytes": sum(one.nbytes for one in whole)},
+            severity=severity,
+            parameters=len(whole),
+            names=[one.fqn for one in whole],
+            unless=_unless(evidence, severity),
         )
-        change = "Call fully_shard on the module around all of them, last."
-        yield finding("unreduced_parameters", severity, problem, change, bytes=size)
 
 
-def _unreduced(evidence: RunEvidence, whole: Sequence[UnshardedInfo]) -> Severity | None:
+def _unreduced_severity(evidence: RunEvidence, whole: Sequence[UnshardedInfo]) -> Severity | None:
     """Severity of gradients that FSDP does not reduce; None where somebody else does.
 
     The script does if every traced step has an all-reduce of its own for each of these gradients, or one for
@@ -286,15 +244,8 @@ def _without_gradient(evidence: RunEvidence) -> Iterator[Finding]:
             if missing > 0:
                 name = group.fqn or "the root module"
                 sizes[name] = sizes.get(name, 0) + missing * group.shard_world_size
-    if not sizes:
-        return
-    elements = sum(sizes.values())
-    problem = (
-        f"{elements:,} trainable elements in {listed([*sizes])} have no gradient in any captured step: they "
-        "are gathered and never trained."
-    )
-    change = "Use them in the loss, freeze them (requires_grad_(False)), or remove them."
-    yield finding("parameters_without_gradient", "low", problem, change, elements=elements)
+    if sizes:
+        yield finding("parameters_without_gradient", {"elements": sum(sizes.values())}, names=[*sizes])
 
 
 def _half_states(evidence: RunEvidence) -> Iterator[Finding]:
@@ -302,16 +253,8 @@ def _half_states(evidence: RunEvidence) -> Iterator[Finding]:
         half = {name: size for name, size in optimizer.state_dtypes.items() if name in _HALF and size}
         if "adam" not in optimizer.class_name.lower() or not half:
             continue
-        name = next(iter(half))
-        problem = (
-            f"The states of {optimizer.class_name} are {name}: the model was loaded in {name}, and updates "
-            "smaller than its rounding are lost."
-        )
-        change = (
-            f"Build the model in float32 and gather it in {name} (MixedPrecisionPolicy(param_dtype)); the "
-            "sharded copy costs 6 more bytes a parameter, divided by the ranks."
-        )
-        yield finding("half_precision_states", "medium", problem, change, states=half)
+        facts = {"states": half}
+        yield finding("half_precision_states", facts, optimizer=optimizer.class_name, dtype=next(iter(half)))
 
 
 def _unreduced_dimension(evidence: RunEvidence) -> Iterator[Finding]:
@@ -326,15 +269,8 @@ def _unreduced_dimension(evidence: RunEvidence) -> Iterator[Finding]:
                 if not is_data or not left or (root, name) in said:
                     continue
                 said.add((root, name))
-                problem = (
-                    f"FSDP reduces gradients over {plural(len(reduced), 'rank')}, and not over the mesh "
-                    f"dimension `{name}`: rank {rank} never adds its gradients to those of {listed(left)}."
-                )
-                change = (
-                    f"Shard on the mesh flattened with `{name}`, or give fully_shard a mesh of two "
-                    "dimensions (HSDP)."
-                )
-                yield finding("unreduced_dimension", "high", problem, change, dimension=name, root=root)
+                facts: dict[str, EvidenceValue] = {"dimension": name, "root": root}
+                yield finding("unreduced_dimension", facts, reduced=len(reduced), rank=rank, others=left)
 
 
 def _reduced_by_root(evidence: RunEvidence, rank: int) -> dict[int, set[int]]:
@@ -366,16 +302,10 @@ def _devices(evidence: RunEvidence) -> Iterator[Finding]:
         if index != manifest.local_rank and not seen:
             odd.append(rank)
     shared = {place: sorted(ranks) for place, ranks in by_device.items() if len(ranks) > 1}
-    change = "Call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group."
     for (host, index, _), ranks in sorted(shared.items()):
-        problem = f"Ranks {listed(ranks)} share device {index} of {host}."
-        yield finding("shared_device", "high", problem, change, ranks=ranks)
+        yield finding("shared_device", {"ranks": ranks}, index=index, host=host)
     if odd and not shared:
-        problem = (
-            f"Ranks {listed(sorted(odd))} are not on the device of their local rank: set_device got "
-            "another index, perhaps the global rank, which fails on a second node."
-        )
-        yield finding("device_of_another_rank", "medium", problem, change, ranks=sorted(odd))
+        yield finding("device_of_another_rank", {"ranks": sorted(odd)})
 
 
 def _adapters(evidence: RunEvidence) -> Iterator[Finding]:
@@ -394,13 +324,13 @@ def _adapters(evidence: RunEvidence) -> Iterator[Finding]:
         if not numel or base < _FROZEN_FRAC * numel or base == numel:
             continue
         held = 4 * sum(prod(one.padded_local_shape) for one in frozen)
-        problem = (
-            f"{format_frac(base / numel)} of the model is frozen and kept in float32: {format_bytes(held)} a "
-            "rank, cast again in every all-gather. Adapters train as well on a bfloat16 base."
+        yield finding(
+            "frozen_in_fp32",
+            {"saves_bytes": held // 2},
+            severity="medium" if held >= _LARGE_BYTES else "low",
+            part=base / numel,
+            held=held,
         )
-        change = f"Load the base in bfloat16: {format_bytes(held // 2)} a rank less."
-        severity: Severity = "medium" if held >= _LARGE_BYTES else "low"
-        yield finding("frozen_in_fp32", severity, problem, change, saves_bytes=held // 2)
 
 
 def _integer_reshard(evidence: RunEvidence) -> Iterator[Finding]:
@@ -418,14 +348,13 @@ def _integer_reshard(evidence: RunEvidence) -> Iterator[Finding]:
             continue
         size = group.reshard_after_forward
         where = "is on one node already" if before == 1 else f"still crosses {after} nodes"
-        problem = (
-            f"reshard_after_forward={size} cannot help: the group of "
-            f"{size if before > 1 else len(whole.ranks)} ranks {where}, and every rank "
-            f"keeps 1/{size} instead of 1/{len(whole.ranks)} of the parameters."
-        )
-        change = "Use True, or False where memory allows."
         yield finding(
-            "reshard_cannot_help", "low", problem, change, fqn=group.fqn, reshard_after_forward=size
+            "reshard_cannot_help",
+            {"reshard_after_forward": size},
+            fqn=group.fqn,
+            size=size if before > 1 else len(whole.ranks),
+            ranks=len(whole.ranks),
+            where=where,
         )
         return
 
@@ -438,14 +367,8 @@ def _several_roots(evidence: RunEvidence) -> Iterator[Finding]:
         if group.shard_world_size > 1 and group.root in trained:
             contexts[group.comm_context].add(group.root)
     roots = {root for members in contexts.values() for root in members}
-    if len(roots) < 2 or len(contexts) < 2:
-        return
-    problem = (
-        f"{plural(len(roots), 'root module')} use {len(contexts)} sets of communication streams: each keeps "
-        "all-gather and reduce-scatter buffers of its own, and they do not wait for each other."
-    )
-    change = "Wrap one module around all, or share the streams: torch.distributed.fsdp.share_comm_ctx([...])."
-    yield finding("streams_not_shared", "low", problem, change, roots=len(roots))
+    if min(len(roots), len(contexts)) > 1:
+        yield finding("streams_not_shared", {"roots": len(roots)}, contexts=len(contexts))
 
 
 def _item(dtype: str) -> int:

@@ -6,16 +6,16 @@ Environment variables that take choices from NCCL, switch transports off, or are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias
 
+from fsdp2prof.analyzers import findings
 from fsdp2prof.analyzers.sharding.recorded import RecordedGroup, recorded_groups
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, ProcessGroupInfo, RankManifest, RunInfo
 from fsdp2prof.results.check import CheckRow
-from fsdp2prof.results.finding import EvidenceValue, Finding, Severity
+from fsdp2prof.results.finding import Finding
 
-_SHOWN = 8
-"""Names or ranks in a sentence."""
+finding = partial(findings.finding, "sharding")
 
 
 class RunEvidence:
@@ -70,22 +70,6 @@ class RunEvidence:
         return len({self.manifests[rank].host for rank in ranks})
 
 
-def finding(
-    name: str,
-    severity: Severity,
-    problem: str,
-    change: str = "",
-    *,
-    fqn: str | None = None,
-    **evidence: EvidenceValue,
-) -> Finding:
-    """Return a finding whose message says what is wrong, then what to change."""
-    message = f"{problem} {change}" if change else problem
-    return Finding(
-        id=name, severity=severity, fqn=fqn, message=message, change=change, evidence=dict(evidence)
-    )
-
-
 Outcome: TypeAlias = "tuple[CheckRow, Finding | None]"
 """A check, and what is wrong."""
 
@@ -103,12 +87,6 @@ def unknown(name: str, said: str, checked: int = 0) -> Outcome:
 def failed(name: str, checked: int, found: Finding) -> Outcome:
     """Return a check that found something wrong."""
     return CheckRow(name=name, state="failed", checked=checked, said=f"see {found.id}"), found
-
-
-def listed(names: Sequence[object]) -> str:
-    """Write the first of some names or ranks."""
-    shown = ", ".join(map(str, names[:_SHOWN]))
-    return f"{shown} and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else shown
 
 
 _OVERRIDES = {
@@ -145,13 +123,13 @@ def find_in_variables(evidence: RunEvidence) -> Iterator[Finding]:
     environment = next(iter((on_device or evidence.manifests).values()), RankManifest()).environment
     set_ones = {name: environment[name] for name in _OVERRIDES if name in environment}
     if set_ones:
-        what = ", ".join(f"{name}={value} ({_OVERRIDES[name]})" for name, value in set_ones.items())
-        problem = f"NCCL's tuning is overridden: {what}."
-        change = "Unset them, measure, and set again only what is faster on this cluster and version."
-        if not on_device:
-            problem += " This run used no GPU, so they had no effect."
-        severity: Severity = "low" if on_device else "info"
-        yield finding("nccl_overridden", severity, problem, change, variables=set_ones)
+        yield finding(
+            "nccl_overridden",
+            {"variables": set_ones},
+            severity="low" if on_device else "info",
+            what=_described(set_ones, _OVERRIDES),
+            no_gpu="" if on_device else " This run used no GPU, so they had no effect.",
+        )
     if not on_device:
         return
     off = {
@@ -160,20 +138,20 @@ def find_in_variables(evidence: RunEvidence) -> Iterator[Finding]:
         if name in environment and environment[name] == ("0" if name.endswith("ENABLE") else "1")
     }
     if off:
-        what = ", ".join(f"{name}={value} ({_DISABLING[name]})" for name, value in off.items())
-        problem = f"Transports are switched off: {what}."
-        yield finding("transport_disabled", "medium", problem, "Unset them.", variables=off)
+        yield finding("transport_disabled", {"variables": off}, what=_described(off, _DISABLING))
     slow = {
         name: environment[name]
         for name, (value, _) in _DEBUGGING.items()
         if environment.get(name, "").upper() == value
     }
     if slow:
-        what = ", ".join(f"{name}={value} ({_DEBUGGING[name][1]})" for name, value in slow.items())
-        yield finding(
-            "debugging_variables", "medium", f"For debugging only: {what}.", "Unset them.", variables=slow
-        )
+        meant = {name: what for name, (_, what) in _DEBUGGING.items()}
+        yield finding("debugging_variables", {"variables": slow}, what=_described(slow, meant))
     yield from _differing_variables({rank: one.environment for rank, one in on_device.items()})
+
+
+def _described(variables: Mapping[str, str], meaning: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value} ({meaning[name]})" for name, value in variables.items())
 
 
 def _differing_variables(environments: Mapping[int, Mapping[str, str]]) -> Iterator[Finding]:
@@ -182,8 +160,4 @@ def _differing_variables(environments: Mapping[int, Mapping[str, str]]) -> Itera
         name for name in names if len({environment.get(name) for environment in environments.values()}) > 1
     )
     if differing:
-        problem = (
-            f"Ranks have different values of {listed(differing)}: NCCL may hang in the first collective."
-        )
-        change = "Export the same variables to every node."
-        yield finding("variables_differ", "high", problem, change, variables=differing)
+        yield finding("variables_differ", {"variables": differing})

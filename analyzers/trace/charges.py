@@ -280,11 +280,12 @@ class _Charging:
         )
 
     @cached_property
-    def _pause_names(self) -> IntArray:
-        """Events whose name says what the host did in a pause around which they lie."""
+    def _named_ranges(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Events whose name says what the host did in a pause around which they lie, by start: row, times."""
         events = self._tables.trace.events
         named = events.category.matches(_NAMES_A_PAUSE.__contains__) & (events.thread >= 0)
-        return np.flatnonzero(named & ~events.name.matches(_says_nothing))
+        rows = np.flatnonzero(named & ~events.name.matches(_says_nothing))
+        return rows, events.start_ns[rows], events.end_ns[rows]
 
     def _sites(self, start: IntArray, end: IntArray, long: BoolArray) -> dict[int, str]:
         """Name the line, or the innermost range or Python function, of the longest pauses."""
@@ -294,16 +295,16 @@ class _Charging:
         lines = self._tables.sighted.lines.seen(start[rows], end[rows])
         found = {row: line for row, line in zip(rows.tolist(), lines, strict=True) if line is not None}
         rows = np.array([row for row in rows.tolist() if row not in found], dtype=np.int64)
-        events, ranges = self._tables.trace.events, self._pause_names
+        events = self._tables.trace.events
+        ranges, begins, ends = self._named_ranges
         for row in rows[np.argsort(start[rows] - end[rows], kind="stable")][:_NAMED_PAUSES].tolist():
             low, high = int(start[row]), int(end[row])
             slack = int(_MARGIN * (high - low))
-            around = ranges[
-                (events.start_ns[ranges] <= low + slack) & (events.end_ns[ranges] >= high - slack)
-            ]
+            begun = int(np.searchsorted(begins, low + slack, side="right"))
+            around = np.flatnonzero(ends[:begun] >= high - slack)
             if len(around):
-                length = events.end_ns[around] - events.start_ns[around]
-                name = events.name[int(around[int(length.argmin())])]
+                length = ends[around] - begins[around]
+                name = events.name[int(ranges[around[int(length.argmin())]])]
                 if name is not None:
                     found[row] = name
         return found

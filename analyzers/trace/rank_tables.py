@@ -71,11 +71,10 @@ def beside_communication(trace: Trace, work: WorkTable, collectives: Collectives
     copy. Where a stream has such a kernel, it is taken for one that computes.
     """
     streams = intervals.distinct(collectives.table.stream)
-    unknown = _unknown(trace, work)
     lines = []
     for stream in streams.tolist():
         computing = (work.stream == stream) & ~work.is_fsdp & ~work.is_memcpy
-        if not computing.any() or not unknown[computing].all():
+        if not computing.any() or not _unknown(trace, work.take(computing)).all():
             continue
         time: Counter[str] = Counter()
         lengths = (work.end_ns - work.start_ns)[computing].tolist()

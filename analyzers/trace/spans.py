@@ -286,9 +286,11 @@ def _lanes(index: IntArray) -> Strings:
 
 def _short(names: Strings) -> Strings:
     """Say kernels by the names of their functions; only those that occur."""
-    codes, inverse = np.unique(names.codes, return_inverse=True)
-    short = Strings.intern(None if code < 0 else kernel_name(names.values[code]) for code in codes.tolist())
-    return short.take(inverse.reshape(-1))
+    occurs = np.flatnonzero(np.bincount(names.codes + 1, minlength=len(names.values) + 1)[1:])
+    short = Strings.intern(kernel_name(names.values[code]) for code in occurs.tolist())
+    codes = np.full(len(names.values) + 1, -1, dtype=np.int32)
+    codes[occurs] = short.codes
+    return Strings(codes[names.codes], short.values)
 
 
 def _host_range(tables: RankTables, step: int, low: int, high: int) -> tuple[int, int]:

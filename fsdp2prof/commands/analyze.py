@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from fsdp2prof.commands.gate import Gate, fail_on_option
-from fsdp2prof.commands.help import ANALYSIS, INPUT, SHOWN_PART, Group, with_options
+from fsdp2prof.commands.help import ANALYSIS, INPUT, SHOWN_PART, Group, gathered, with_options
 from fsdp2prof.commands.options import InputPath, JobChoice, job_options, numbers_option, one_of, refuse_given
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.commands.trace_options import (
@@ -58,28 +58,19 @@ class View:
 def view_part_options(*, steps: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add ``--layer``, ``--show-rank`` and, with ``steps``, ``--show-step``; the command gets a ``view``."""
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
-        def with_view(
-            *args: Any,
-            layer: Sequence[str],
-            show_rank: frozenset[int] | None,
-            show_step: frozenset[int] | None = None,
-            **rest: Any,
-        ) -> None:
-            view = View(layers=list(layer) or None, ranks=_listed(show_rank), steps=_listed(show_step))
-            command(*args, view=view, **rest)
+    def view(
+        layer: Sequence[str], show_rank: frozenset[int] | None, show_step: frozenset[int] | None = None
+    ) -> View:
+        return View(layers=list(layer) or None, ranks=_listed(show_rank), steps=_listed(show_step))
 
-        layers = "Show only layers whose name matches, for example 'layers.1?'. May be repeated."
-        shown = partial(numbers_option, under=SHOWN_PART, everyday=True)
-        options: list[Callable[[Any], Any]] = [
-            SHOWN_PART.everyday("--layer", multiple=True, metavar="GLOB", help=layers),
-            shown("--show-rank", "Show only these ranks; all are read and compared", former=["--rank"]),
-            shown("--show-step", "Show only these steps; all are analysed", former=["--step"]),
-        ]
-        return with_options(options if steps else options[:-1], with_view)
-
-    return decorate
+    layers = "Show only layers whose name matches, for example 'layers.1?'. May be repeated."
+    shown = partial(numbers_option, under=SHOWN_PART, everyday=True)
+    options: list[Callable[[Any], Any]] = [
+        SHOWN_PART.everyday("--layer", multiple=True, metavar="GLOB", help=layers),
+        shown("--show-rank", "Show only these ranks; all are read and compared", former=["--rank"]),
+        shown("--show-step", "Show only these steps; all are analysed", former=["--step"]),
+    ]
+    return gathered("view", view, options if steps else options[:-1])
 
 
 def _listed(numbers: frozenset[int] | None) -> list[int] | None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from fsdp2prof.commands.help import CONDITIONS, with_options
+from fsdp2prof.commands.help import CONDITIONS, gathered
 from fsdp2prof.commands.messages import say
 from fsdp2prof.commands.options import refuse_given
 from fsdp2prof.files import replacing
@@ -69,35 +68,23 @@ def fail_on_option(of: Kind, example: str) -> Callable[[Callable[..., None]], Ca
     A condition that such a result cannot be tested for is refused before any work is done.
     """
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
-        def with_gate(
-            *args: Any,
-            fail_on: Sequence[str],
-            gate_markdown: Path | None,
-            gate_junit: Path | None,
-            **rest: Any,
-        ) -> None:
-            if not fail_on:
-                refuse_given("--gate-markdown", "--gate-junit", because="there is no --fail-on to report")
-                command(*args, gate=Gate(()), **rest)
-                return
-            from fsdp2prof.analyzers.fail_on import parse
+    def gate(fail_on: Sequence[str], gate_markdown: Path | None, gate_junit: Path | None) -> Gate:
+        if not fail_on:
+            refuse_given("--gate-markdown", "--gate-junit", because="there is no --fail-on to report")
+            return Gate(())
+        from fsdp2prof.analyzers.fail_on import parse
 
-            conditions = [parse(text, of) for text in fail_on]
-            command(*args, gate=Gate(conditions, markdown=gate_markdown, junit=gate_junit), **rest)
+        return Gate([parse(text, of) for text in fail_on], markdown=gate_markdown, junit=gate_junit)
 
-        text = f"Exit with code 3 if this holds (on any rank), for example '{example}'. May be repeated."
-        path = click.Path(dir_okay=False, path_type=Path)
-        options = (
-            CONDITIONS.everyday("--fail-on", multiple=True, metavar="CONDITION", help=text),
-            CONDITIONS(
-                "--gate-markdown",
-                type=path,
-                help="Append the conditions with their values to this file, for $GITHUB_STEP_SUMMARY.",
-            ),
-            CONDITIONS("--gate-junit", type=path, help="Write the conditions to this file as JUnit XML."),
-        )
-        return with_options(options, with_gate)
-
-    return decorate
+    text = f"Exit with code 3 if this holds (on any rank), for example '{example}'. May be repeated."
+    path = click.Path(dir_okay=False, path_type=Path)
+    options = (
+        CONDITIONS.everyday("--fail-on", multiple=True, metavar="CONDITION", help=text),
+        CONDITIONS(
+            "--gate-markdown",
+            type=path,
+            help="Append the conditions with their values to this file, for $GITHUB_STEP_SUMMARY.",
+        ),
+        CONDITIONS("--gate-junit", type=path, help="Write the conditions to this file as JUnit XML."),
+    )
+    return gathered("gate", gate, options)

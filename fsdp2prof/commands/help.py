@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
 from typing import Any, TypeVar
 
 import click
@@ -86,6 +88,26 @@ def with_options(options: Iterable[Callable[[Any], Any]], command: Callable[...,
     for add in reversed([*options]):
         command = add(command)
     return command
+
+
+def gathered(
+    name: str, make: Callable[..., Any], options: Iterable[Callable[[Any], Any]]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add options to a command, which gets one value instead: what ``make`` makes of theirs.
+
+    ``make`` takes an argument for each option, by its name; one with a default may be missing.
+    """
+    names = [one for one in signature(make).parameters if one != "self"]
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(command)
+        def with_value(*args: Any, **rest: Any) -> Any:
+            values = {one: rest.pop(one) for one in names if one in rest}
+            return command(*args, **{name: make(**values)}, **rest)
+
+        return with_options(options, with_value)
+
+    return decorate
 
 
 class Command(click.Command):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from fsdp2prof.commands.help import CLUSTER, MESH, MODEL, Group, with_options
+from fsdp2prof.commands.help import CLUSTER, MESH, MODEL, Group, gathered
 from fsdp2prof.commands.options import MODEL_OPTIONS, numbers_option
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.errors import UsageError
@@ -65,26 +64,20 @@ def _coordinates(text: str) -> Mapping[str, int]:
     return found
 
 
-def _model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add what describes a model; the command gets ``described``, None where no option was given."""
+def _described(
+    model: str | None, layers: int | None, mesh: str | None, config: Path | None
+) -> Described | None:
+    from fsdp2prof.workflows.estimate import describe
 
-    @wraps(command)
-    def with_model(
-        *args: Any,
-        model: str | None,
-        layers: int | None,
-        mesh: str | None,
-        config: Path | None,
-        **rest: Any,
-    ) -> None:
-        from fsdp2prof.workflows.estimate import describe
+    named = {"model": model, "layers": layers, "mesh": mesh}
+    given = {name: value for name, value in named.items() if value is not None}
+    return describe(config=config, given=given, policy={}) if given or config is not None else None
 
-        named = {"model": model, "layers": layers, "mesh": mesh}
-        given = {name: value for name, value in named.items() if value is not None}
-        described = describe(config=config, given=given, policy={}) if given or config is not None else None
-        command(*args, described=described, **rest)
 
-    options = [
+_model_options = gathered(
+    "described",
+    _described,
+    (
         *MODEL_OPTIONS,
         CLUSTER.everyday("--mesh", help="For example dp_replicate=4,dp_shard=8; also tp, cp."),
         MODEL(
@@ -92,8 +85,9 @@ def _model_options(command: Callable[..., None]) -> Callable[..., None]:
             type=click.Path(path_type=Path, exists=True, dir_okay=False),
             help="Model, mesh and policy (wrap, dtypes) as a YAML or TOML file, as for estimate.",
         ),
-    ]
-    return with_options(options, with_model)
+    ),
+)
+"""Options that describe a model; the command gets ``described``, None where no option was given."""
 
 
 @inspect.command(

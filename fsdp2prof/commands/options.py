@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
-from functools import wraps
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from fsdp2prof.commands.help import CLUSTER, INPUT, MODEL, RUN, Heading, with_options
+from fsdp2prof.commands.help import CLUSTER, INPUT, MODEL, RUN, Heading, gathered
 from fsdp2prof.errors import UsageError
 from fsdp2prof.workflows.job.urls import is_url, local_path
 
@@ -117,16 +116,7 @@ def place_options(
         CLUSTER.everyday("--network", shell_complete=complete_network, help=network),
         CLUSTER("--nics-per-node", type=click.IntRange(1), help="[one a GPU]"),
     )
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
-        def with_place(*args: Any, **rest: Any) -> None:
-            place = Place(**{item.name: rest.pop(item.name) for item in fields(Place)})
-            command(*args, place=place, **rest)
-
-        return with_options(options, with_place)
-
-    return decorate
+    return gathered("place", Place, options)
 
 
 CONFIG_OPTIONS = (
@@ -192,6 +182,25 @@ _MOST_NUMBERS = 1 << 20
 _RANGE = re.compile(r"^(\d+)(?:-(\d+))?$")
 
 
+def _numbers(_: click.Context, __: click.Parameter, value: str) -> frozenset[int] | None:
+    if value == "all":
+        return None
+    chosen: set[int] = set()
+    for item in value.split(","):
+        match = _RANGE.match(item.strip())
+        if match is None:
+            raise click.BadParameter(
+                f"{item!r} is not a number or a range; write all, or for example 0,3,8-11"
+            )
+        low, high = int(match[1]), int(match[2] or match[1])
+        if high < low:
+            raise click.BadParameter(f"{item!r} runs backwards")
+        if high - low >= _MOST_NUMBERS:
+            raise click.BadParameter(f"{item!r} is more than {_MOST_NUMBERS} numbers")
+        chosen.update(range(low, high + 1))
+    return frozenset(chosen)
+
+
 def numbers_option(
     flag: str, what: str, *, under: Heading = INPUT, everyday: bool = False, former: Sequence[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -217,21 +226,21 @@ class JobChoice:
         return open_job(path, ranks=self.ranks, iteration=self.iteration)
 
 
-def job_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add what chooses among the files of a job; the command gets one ``choice``."""
-
-    @wraps(command)
-    def with_choice(*args: Any, ranks: frozenset[int] | None, iteration: int | None, **rest: Any) -> None:
-        command(*args, choice=JobChoice(ranks=ranks, iteration=iteration), **rest)
-
-    iteration = INPUT(
-        "--iteration",
-        type=click.IntRange(min=0),
-        metavar="N",
-        help="Recording to read of a run that has several (recording-000N), or profiling cycle of a folder "
-        "(iteration_N); by default the newest.",
-    )
-    return numbers_option("--ranks", "Ranks to read", everyday=True)(iteration(with_choice))
+job_options = gathered(
+    "choice",
+    JobChoice,
+    (
+        numbers_option("--ranks", "Ranks to read", everyday=True),
+        INPUT(
+            "--iteration",
+            type=click.IntRange(min=0),
+            metavar="N",
+            help="Recording to read of a run that has several (recording-000N), or profiling cycle of a "
+            "folder (iteration_N); by default the newest.",
+        ),
+    ),
+)
+"""Options that choose among the files of a job; the command gets one ``choice``."""
 
 
 def one_of(chosen: Collection[int] | None, flag: str, what: str) -> int | None:
@@ -256,25 +265,6 @@ def refuse_given(*flags: str, because: str) -> None:
     ]
     if given:
         raise UsageError(f"{', '.join(given)} would have no effect: {because}")
-
-
-def _numbers(_: click.Context, __: click.Parameter, value: str) -> frozenset[int] | None:
-    if value == "all":
-        return None
-    chosen: set[int] = set()
-    for item in value.split(","):
-        match = _RANGE.match(item.strip())
-        if match is None:
-            raise click.BadParameter(
-                f"{item!r} is not a number or a range; write all, or for example 0,3,8-11"
-            )
-        low, high = int(match[1]), int(match[2] or match[1])
-        if high < low:
-            raise click.BadParameter(f"{item!r} runs backwards")
-        if high - low >= _MOST_NUMBERS:
-            raise click.BadParameter(f"{item!r} is more than {_MOST_NUMBERS} numbers")
-        chosen.update(range(low, high + 1))
-    return frozenset(chosen)
 
 
 _SCRATCH = "fsdp2prof.scratch"

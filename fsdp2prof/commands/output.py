@@ -8,13 +8,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
-from fsdp2prof.commands.help import OUTPUT, with_options
+from fsdp2prof.commands.help import OUTPUT, gathered
 from fsdp2prof.commands.messages import say, show
 from fsdp2prof.commands.options import OutputPath, refuse_given
 from fsdp2prof.errors import InputError, UsageError
@@ -36,6 +35,7 @@ _SHORT = ("text", "md")
 _QUIET = "No progress or messages on stderr."
 
 _EVERY_S = 10.0
+_FRAME_S = 0.1
 """Between two lines of progress where no terminal shows it."""
 
 
@@ -143,27 +143,20 @@ def _lines(doing: str) -> Iterator[Callable[[str], None]]:
 
     Work that takes less says nothing.
     """
-    from threading import Event, Thread
     from time import monotonic
 
+    from fsdp2prof.worker_processes import repeated
+
     now, far, began = [doing], [""], monotonic()
-    done = Event()
 
     def came(count: int, of: int) -> None:
         far[0] = f", {count} of {of}"
 
-    def repeat() -> None:
-        while not done.wait(_EVERY_S):
-            say(f"{now[0]}{far[0]} ({monotonic() - began:.0f} s)")
+    def tell() -> None:
+        say(f"{now[0]}{far[0]} ({monotonic() - began:.0f} s)")
 
-    thread = Thread(target=repeat, daemon=True)
-    thread.start()
-    try:
-        with watched(came):
-            yield lambda text: now.__setitem__(0, text)
-    finally:
-        done.set()
-        thread.join()
+    with repeated(tell, _EVERY_S), watched(came):
+        yield lambda text: now.__setitem__(0, text)
 
 
 @contextmanager
@@ -173,8 +166,11 @@ def _bar(doing: str) -> Iterator[Callable[[str], None]]:
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
+    from fsdp2prof.worker_processes import repeated
+
     columns = SpinnerColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
         task = progress.add_task(escape(printable(shown(doing))), total=None)
 
         def came(done: int, of: int) -> None:
@@ -182,7 +178,7 @@ def _bar(doing: str) -> Iterator[Callable[[str], None]]:
                 progress.columns = (*columns, BarColumn(), MofNCompleteColumn())
             progress.update(task, completed=done, total=of)
 
-        with watched(came):
+        with repeated(progress.refresh, _FRAME_S), watched(came):
             yield lambda text: progress.update(task, description=escape(printable(shown(text))))
 
 
@@ -198,54 +194,47 @@ def output_options(
     """
     formats = formats or tuple(RENDERERS)
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
-        def with_output(
-            *args: Any,
-            output_path: Path | None,
-            force: bool,
-            quiet: bool,
-            output_format: str | None = None,
-            output_verbose: bool = False,
-            output_full: bool = False,
-            output_section: str | None = None,
-            output_table: str | None = None,
-            output_sort: str | None = None,
-            output_top: int | None = None,
-            **rest: Any,
-        ) -> None:
-            chosen = _choose_format(output_path, output_format, formats, beside=beside)
-            if chosen != "csv":
-                refuse_given("--table", because="it chooses the table of CSV output; add --format csv")
-            if chosen != "text":
-                refuse_given("--verbose", because=f"{chosen} output leaves nothing out")
-            if chosen not in _SHORT:
-                refuse_given("--full", "--section", because=f"{chosen} output holds everything")
-            if output_section is not None:
-                refuse_given("--full", because="--section prints one part")
-            if chosen == "json":
-                refuse_given("--sort", "--top", because="json output holds every row, in its own order")
-            if output_path is not None:
-                refuse_existing(output_path, force)
-            elif not beside:
-                refuse_given("--force", because="it overwrites the file of -o, which is not given")
-            output = Output(
-                path=output_path,
-                format=chosen,
-                force=force,
-                quiet=quiet,
-                verbose=output_verbose,
-                brief=not (output_full or output_verbose or output_sort or output_top),
-                section=output_section,
-                table=output_table,
-                sort=output_sort,
-                top=output_top,
-            )
-            command(*args, output=output, **rest)
+    def output(
+        output_path: Path | None,
+        force: bool,
+        quiet: bool,
+        output_format: str | None = None,
+        output_verbose: bool = False,
+        output_full: bool = False,
+        output_section: str | None = None,
+        output_table: str | None = None,
+        output_sort: str | None = None,
+        output_top: int | None = None,
+    ) -> Output:
+        chosen = _choose_format(output_path, output_format, formats, beside=beside)
+        if chosen != "csv":
+            refuse_given("--table", because="it chooses the table of CSV output; add --format csv")
+        if chosen != "text":
+            refuse_given("--verbose", because=f"{chosen} output leaves nothing out")
+        if chosen not in _SHORT:
+            refuse_given("--full", "--section", because=f"{chosen} output holds everything")
+        if output_section is not None:
+            refuse_given("--full", because="--section prints one part")
+        if chosen == "json":
+            refuse_given("--sort", "--top", because="json output holds every row, in its own order")
+        if output_path is not None:
+            refuse_existing(output_path, force)
+        elif not beside:
+            refuse_given("--force", because="it overwrites the file of -o, which is not given")
+        return Output(
+            path=output_path,
+            format=chosen,
+            force=force,
+            quiet=quiet,
+            verbose=output_verbose,
+            brief=not (output_full or output_verbose or output_sort or output_top),
+            section=output_section,
+            table=output_table,
+            sort=output_sort,
+            top=output_top,
+        )
 
-        return with_options(_options(formats, beside=beside), with_output)
-
-    return decorate
+    return gathered("output", output, _options(formats, beside=beside))
 
 
 def destination_options(what: str, *, required: bool = False) -> Callable[..., Callable[..., None]]:
@@ -254,24 +243,20 @@ def destination_options(what: str, *, required: bool = False) -> Callable[..., C
     ``what`` is the help of ``-o``. A file that exists is not refused here: the command may write a folder.
     """
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
-        def with_output(*args: Any, output_path: Path | None, force: bool, quiet: bool, **rest: Any) -> None:
-            if output_path is None:
-                refuse_given("--force", because="it overwrites the file of -o, which is not given")
-            elif not force:
-                _refuse_existing_url(output_path)
-            command(*args, output=Output(path=output_path, format="", force=force, quiet=quiet), **rest)
+    def output(output_path: Path | None, force: bool, quiet: bool) -> Output:
+        if output_path is None:
+            refuse_given("--force", because="it overwrites the file of -o, which is not given")
+        elif not force:
+            _refuse_existing_url(output_path)
+        return Output(path=output_path, format="", force=force, quiet=quiet)
 
-        path = OutputPath()
-        options = (
-            OUTPUT.everyday("-o", "--output", "output_path", type=path, required=required, help=what),
-            OUTPUT("-f", "--force", is_flag=True, help="Overwrite an existing file."),
-            OUTPUT("-q", "--quiet", is_flag=True, help=_QUIET),
-        )
-        return with_options(options, with_output)
-
-    return decorate
+    path = OutputPath()
+    options = (
+        OUTPUT.everyday("-o", "--output", "output_path", type=path, required=required, help=what),
+        OUTPUT("-f", "--force", is_flag=True, help="Overwrite an existing file."),
+        OUTPUT("-q", "--quiet", is_flag=True, help=_QUIET),
+    )
+    return gathered("output", output, options)
 
 
 def _options(formats: Sequence[str], *, beside: bool) -> list[Callable[[Any], Any]]:

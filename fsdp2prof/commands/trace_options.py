@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp2prof.commands.help import ANALYSIS, with_options
+from fsdp2prof.commands.help import ANALYSIS, gathered
 from fsdp2prof.commands.options import complete_hardware, numbers_option, refuse_given
 from fsdp2prof.errors import UsageError
 
@@ -80,36 +80,25 @@ WHOLE_ANALYSIS = (
 """Flags of these options, but for ``--steps``."""
 
 
-def trace_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options; the command gets one ``options: TraceOptions``, complete."""
+def _trace_options(
+    window: Window,
+    steps: frozenset[int] | None,
+    tokens: int | None,
+    hardware: str | None,
+    thresholds: Sequence[str],
+    workers: int | None,
+) -> TraceOptions:
+    from fsdp2prof.analyzers.ledger.thresholds import parse_thresholds
+    from fsdp2prof.workflows.ranks.one_rank import references
 
-    @wraps(command)
-    def with_trace_options(
-        *args: Any,
-        window: Window,
-        steps: frozenset[int] | None,
-        tokens: int | None,
-        hardware: str | None,
-        thresholds: Sequence[str],
-        workers: int | None,
-        **rest: Any,
-    ) -> None:
-        from fsdp2prof.analyzers.ledger.thresholds import parse_thresholds
-        from fsdp2prof.workflows.ranks.one_rank import references
+    if window == "trace" and steps is not None:
+        raise UsageError("--window trace takes the whole trace as one step: leave out --steps")
+    compared = references(tokens_per_step=tokens, hardware=hardware, thresholds=parse_thresholds(thresholds))
+    return {"window": window, "steps": steps, "workers": workers, "references": compared}
 
-        if window == "trace" and steps is not None:
-            raise UsageError("--window trace takes the whole trace as one step: leave out --steps")
-        options: TraceOptions = {
-            "window": window,
-            "steps": steps,
-            "workers": workers,
-            "references": references(
-                tokens_per_step=tokens, hardware=hardware, thresholds=parse_thresholds(thresholds)
-            ),
-        }
-        command(*args, options=options, **rest)
 
-    return with_options(_OPTIONS, with_trace_options)
+trace_options = gathered("options", _trace_options, _OPTIONS)
+"""Options of an analysis of traces; the command gets one ``options: TraceOptions``, complete."""
 
 
 def cluster_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -31,7 +31,7 @@ could be memoized."""
 
 @cache
 def _plain(*, pairs_of_names: bool) -> re.Pattern[bytes]:
-    """Opcodes of plain containers; looking for pairs of names takes half as long again."""
+    """Return the opcodes of plain containers; checking pairs of names takes 1.5 times as long."""
     return re.compile(
         rb"(?s:(?:"
         rb"[\x94(a.e}\]N\x88\x89us]"  # memoize, mark, append, stop, containers, None, booleans, set items

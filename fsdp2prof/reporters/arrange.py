@@ -53,8 +53,7 @@ def _order(sort: str | None) -> tuple[str | None, bool | None]:
 def _position(columns: Sequence[Column], name: str) -> int | None:
     wanted = "fqn" if name == _LAYER else name
     for at, column in enumerate(columns):
-        header = column.label.replace("-\n", "-").replace("\n", " ")
-        if column.kind != "bar" and wanted in (column.name, header):
+        if column.kind != "bar" and wanted in (column.name, column.header):
             return at
     if wanted == "fqn":  # a folded row's layer
         return next((at for at, column in enumerate(columns) if column.name == _LAYER), None)

@@ -61,6 +61,11 @@ class Column:
     signed: bool = False
     """Growth is written with ``+``."""
 
+    @property
+    def header(self) -> str:
+        """The label in one line."""
+        return self.label.replace("-\n", "-").replace("\n", " ")
+
     def text(self, value: Value) -> str:
         """Write a cell for people; text in a column of numbers stands as it is."""
         if isinstance(value, str) and self.kind == "number":

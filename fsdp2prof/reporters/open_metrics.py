@@ -23,6 +23,7 @@ from fsdp2prof.units import plural
 from fsdp2prof.vocabulary import layer_name, printable
 
 _NS = 1e9
+_UNITS = ("seconds", "bytes", "ratio")
 _OF_A_RANK = ("rank", "device", "source")
 """Labels that tell one rank's value from another's."""
 
@@ -80,7 +81,7 @@ def metrics_of(result: Any) -> list[Metric]:
     found = [*(_trace(trace) if trace else ()), *(_memory(memory) if memory else ())]
     severities = Counter(finding.severity for finding in findings)
     found.append(
-        _gauge("findings", "", "Findings by severity", [({"severity": k}, n) for k, n in severities.items()])
+        _gauge("findings", "Findings by severity", [({"severity": k}, n) for k, n in severities.items()])
     )
     return [metric for metric in found if metric.samples]
 
@@ -90,37 +91,30 @@ def _watched(run: WatchedRun) -> Iterator[Metric]:
         known = ((rank.rank, value(rank)) for rank in run.ranks)
         return [({"rank": str(rank)}, number) for rank, number in known if number is not None]
 
-    def seconds(ns: float | None) -> float | None:
-        return None if ns is None else ns / _NS
-
     window = f"median of the last {run.window} steps"
-    yield _gauge("watched_step", "", "The last step", of_ranks(lambda rank: rank.last_step))
+    yield _gauge("watched_step", "The last step", of_ranks(lambda rank: rank.last_step))
     yield _gauge(
         "watched_step_seconds",
-        "seconds",
         f"A training step, {window}",
-        of_ranks(lambda rank: seconds(rank.step_ns)),
+        of_ranks(lambda rank: _seconds(rank.step_ns)),
     )
     yield _gauge(
         "watched_exposed_seconds",
-        "seconds",
         f"Waiting for communication in a step, {window}",
-        of_ranks(lambda rank: seconds(rank.exposed_ns)),
+        of_ranks(lambda rank: _seconds(rank.exposed_ns)),
     )
     yield _gauge(
         "watched_peak_bytes",
-        "bytes",
         "Most memory so far: reserved on a GPU, resident on a CPU",
         of_ranks(lambda rank: rank.peak_bytes),
     )
     yield _gauge(
         "watched_allocator_retries",
-        "",
         "Times the allocator freed its cache to go on",
         of_ranks(lambda rank: rank.retries),
     )
     if run.tokens_per_s is not None:
-        yield _gauge("watched_tokens_rate", "", "Tokens a second, all ranks", [({}, run.tokens_per_s)])
+        yield _gauge("watched_tokens_rate", "Tokens a second, all ranks", [({}, run.tokens_per_s)])
 
 
 def _trace(trace: TraceAnalysis) -> Iterator[Metric]:
@@ -131,13 +125,11 @@ def _trace(trace: TraceAnalysis) -> Iterator[Metric]:
     }
     yield _gauge(
         "step_seconds",
-        "seconds",
         "A training step: mean of the traced, median of the unrecorded ones",
         _known("kind", {kind: _seconds(time) for kind, time in steps.items()}),
     )
     yield _gauge(
         "step_part_seconds",
-        "seconds",
         "Disjoint parts of the mean traced step",
         _known("part", {part: _seconds(time) for part, time in totals.breakdown_ns.items()}),
     )
@@ -148,7 +140,7 @@ def _trace(trace: TraceAnalysis) -> Iterator[Metric]:
         "mfu_ratio": (totals.mfu, "Achieved operations over the device's peak"),
     }
     for name, (value, text) in ratios.items():
-        yield _gauge(name, "ratio", text, [] if value is None else [({}, value)])
+        yield _gauge(name, text, [] if value is None else [({}, value)])
     layers = [
         (
             {
@@ -164,26 +156,22 @@ def _trace(trace: TraceAnalysis) -> Iterator[Metric]:
     ]
     yield _gauge(
         "layer_communication_seconds",
-        "seconds",
         "Collectives of a layer, per rank and step",
         [(labels, row.total_ns / _NS) for labels, row in layers],
     )
     yield _gauge(
         "layer_exposed_seconds",
-        "seconds",
         "Exposed communication of a layer, per rank and step",
         [(labels, row.exposed_ns / _NS) for labels, row in layers],
     )
     yield _gauge(
         "layer_wire_bytes",
-        "bytes",
         "Bytes sent for a layer, per rank and step",
         [(labels, row.wire_bytes) for labels, row in layers if row.wire_bytes is not None],
     )
     waits = trace.cross_rank.wait_caused_ns
     yield _gauge(
         "rank_wait_caused_seconds",
-        "seconds",
         "Waiting of the other ranks for this one, over the analysed steps",
         [({"rank": rank}, time / _NS) for rank, time in waits.items()],
     )
@@ -195,19 +183,16 @@ def _memory(memory: MemoryAnalysis) -> Iterator[Metric]:
     ]
     yield _gauge(
         "peak_allocated_bytes",
-        "bytes",
         "Peak of allocated memory",
         [(labels, one.peak.allocated_bytes) for labels, one in places],
     )
     yield _gauge(
         "peak_reserved_bytes",
-        "bytes",
         "Reserved memory at that peak",
         [(labels, one.peak.reserved_bytes) for labels, one in places if one.peak.reserved_bytes is not None],
     )
     yield _gauge(
         "peak_category_bytes",
-        "bytes",
         "Peak by kind",
         [
             ({**labels, "category": name}, size)
@@ -217,15 +202,19 @@ def _memory(memory: MemoryAnalysis) -> Iterator[Metric]:
     )
 
 
-def _gauge(name: str, unit: str, text: str, samples: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
-    """Return a metric; samples of equal labels (recordings of one rank) keep the largest."""
+def _gauge(name: str, text: str, samples: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
+    """Return a metric, with its unit from its name.
+
+    Of samples with equal labels (recordings of one rank) the largest counts.
+    """
     largest: dict[tuple[tuple[str, str], ...], float] = {}
     for labels, value in samples:
         key = tuple(labels.items())
         largest[key] = max(value, largest.get(key, value))
+    unit = name.rpartition("_")[2]
     return Metric(
         name=f"fsdp2prof_{name}",
-        unit=unit,
+        unit=unit if unit in _UNITS else "",
         help=text,
         samples=[(dict(key), value) for key, value in largest.items()],
     )

@@ -155,7 +155,7 @@ def check_parity(
 
 
 def _train_both(options: dict[str, Any]) -> ParityMeasurements:
-    """In a process of its own, the first to import torch."""
+    """Train both in a process of its own, which imports torch first."""
     from fsdp2prof.workflows.probes.parity_processes import train_both
     from fsdp2prof.workflows.probes.parity_rank import ParitySettings
 

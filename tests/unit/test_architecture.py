@@ -44,6 +44,16 @@ def test_estimators_open_files_only_where_a_specification_is_read() -> None:
     assert {module for module in opened if not module.startswith("config/")} == {"models/huggingface.py"}
 
 
+def test_findings_are_made_of_their_declared_words() -> None:
+    """Elsewhere a finding could say what no section of ``analyzers/findings`` declares.
+
+    ``nccl/causes.py`` puts the reasons of several communicators into one finding.
+    """
+    making = {"findings/__init__.py", "nccl/causes.py"}
+    making |= {f"ledger/{name}.py" for name in ("account", "book", "replayed")}
+    assert callers("analyzers", {"Finding", "LedgerEntry", "LedgerRemedy"}) == making
+
+
 def test_readers_look_for_files_only_inside_a_run_directory_or_a_checkpoint() -> None:
     looking = callers("fsdp2prof/readers", FINDING)
     assert {module for module in looking if not module.startswith("run/")} == {"checkpoint.py"}

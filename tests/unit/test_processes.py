@@ -106,3 +106,15 @@ def test_a_worker_whose_parent_was_killed_says_nothing(kind: str) -> None:
     parent = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE)
     _, said = parent.communicate(timeout=60)  # until the worker has closed it, too
     assert said == b""
+
+
+def test_a_fork_is_made_beside_what_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    if threading.active_count() > 1 or "torch" in sys.modules or sys.platform != "linux":
+        pytest.skip("this process may not fork")
+    called = threading.Event()
+    with processes.repeated(called.set, 0.001):
+        assert called.wait(10)
+        assert processes._may_fork()
+        assert [Task(abs, -number).result() for number in range(20)] == [*range(20)]
+    assert threading.active_count() == 1

@@ -201,7 +201,7 @@ def _sizes(sizes: list[list[int]]) -> Sizes:
 
 
 def _place(frames: list[_Frame]) -> str | None:
-    """The innermost Python line that is not torch's own."""
+    """Return the innermost Python line outside torch."""
     for frame in frames:
         if frame.filename.endswith(".py") and "site-packages/torch/" not in frame.filename:
             return f"{frame.filename}:{frame.line}"

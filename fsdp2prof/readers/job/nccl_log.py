@@ -178,7 +178,7 @@ class _Reader:
             self._add(host, head, line[head.end() : end].partition(_LOGGED_AS_JSON)[0])
 
     def _host(self, written: str) -> str:
-        """The known host in which a name ends that another line's end stands before; else the name."""
+        """Return the known host that a name ends in, where another line runs into it; else the name."""
         if written in self._hosts:
             return written
         return max((host for host in self._hosts if written.endswith(host)), key=len, default=written)
@@ -290,7 +290,7 @@ class _Reader:
 
 
 def _of_process(process: LoggedProcess, said: str) -> bool:
-    """Take what is true of the process; whether it was that."""
+    """Read a line about the process itself; return whether it was one."""
     if plugin := _BY_PLUGIN.search(said):
         process.set_by_plugin.add(plugin[1] or plugin[2] or plugin[3])
     elif network := _NETWORK.search(said):

@@ -190,7 +190,7 @@ def _add(log: _Log, line: str, of_file: int | None) -> None:
 
 
 def _add_of_any_backend(log: _Log, line: str, rank: int) -> None:
-    """Add what ranks call where they differ, who misses a barrier, and that gloo's peer is silent or gone."""
+    """Read lines of any backend: differing calls, ranks missing at a barrier, and lost gloo peers."""
     if (barrier := _BARRIER.search(line)) is not None:
         late = [int(one) for one in re.findall(r"\b\d{1,8}\b", barrier[2])]
         missing = {one: _Progress(enqueued=0, completed=0) for one in late if one <= MOST_RANKS}
@@ -252,7 +252,7 @@ def _is_behind(before: _Progress | None, completed: int) -> bool:
 
 
 def _forget(log: _Log, rank: int) -> None:
-    """Drop what an earlier start of the job left; the rank's latest timeout is of this one."""
+    """Drop records of earlier starts of the job, but for the rank's latest timeout."""
     latest = list(log.timeouts[rank].items())[-1:]
     log.timeouts.clear()
     log.works.clear()
@@ -269,7 +269,7 @@ def _timed_out(said: re.Match[str]) -> Issued:
 
 
 def _call(seq: int, op: str, *, finished: bool = False) -> Issued:
-    """A call of which a log gives the number and torch's name."""
+    """Return a call from its number and torch's name for it."""
     return Issued(
         group=_NO_GROUP,
         group_desc="",

@@ -248,7 +248,7 @@ def _check_columns(table: Table, events: int, stacks: int) -> None:
 
 
 def _allowed(column: str, events: int, stacks: int) -> _Range:
-    """Values that a column of this name may have in any table."""
+    """Return the values that a column of this name may have."""
     if column == "alloc_order":
         return _Range(-1, events - 1)
     if column.endswith("order"):

@@ -112,7 +112,7 @@ def _read_share(path: Path, index: int, workers: int, piece_bytes: int) -> Share
 
 
 def _worth(path: Path) -> int:
-    """Processes a file is worth."""
+    """Return how many processes to read a file with."""
     try:
         size = path.stat().st_size
     except OSError:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from decimal import Decimal
 from functools import lru_cache
+from itertools import compress
 from math import prod
 from typing import Any, TypeAlias
 
@@ -70,13 +71,17 @@ def to_ns(microseconds: list[Any], most_us: float = _LATEST_US) -> IntArray:
         return np.empty(0, dtype=np.int64)
     if isinstance(microseconds[0], msgspec.Raw):
         return _text_to_ns(microseconds, most_us)
-    values = np.array(microseconds)
-    if values.dtype.kind not in "if" or _largest(values) > most_us:
+    try:
+        values = np.fromiter(microseconds, dtype=np.float64, count=len(microseconds))
+    except OverflowError:
+        raise NoTimeError(most_us) from None
+    largest = _largest(values)
+    if largest > most_us:
         raise NoTimeError(most_us)
-    if values.dtype == np.int64:
-        return np.asarray(values * 1000)
-    if _largest(values) >= LONGEST_US:
-        raise TextTimeNeededError
+    if largest >= LONGEST_US:
+        if any(type(time) is float for time in microseconds):
+            raise TextTimeNeededError
+        return np.array(microseconds, dtype=np.int64) * 1000
     whole = np.floor(values)
     fraction_ns = np.rint((values - whole) * 1000).astype(np.int64)
     return np.asarray(whole.astype(np.int64) * 1000 + fraction_ns)
@@ -226,7 +231,7 @@ _NO_DTYPE = frozenset({"", "TensorList", "GenericList"})
 
 
 @lru_cache(maxsize=4096)
-def _has_shapes(name: str) -> bool:
+def has_shapes(name: str) -> bool:
     """Whether an operator's recorded inputs are kept."""
     return name in _SHAPED_NAMES or name.startswith(_SHAPED_PREFIXES) or backends.is_collective_range(name)
 
@@ -238,31 +243,23 @@ def _is_in_place(name: str) -> bool:
     )
 
 
-def recorded_shapes(events: list[Complete], args: list[Args]) -> list[Shape]:
-    """Recorded inputs of the events whose operator is of interest, by row."""
-    rows = _rows_with([a.input_dims for a in args], NO_TEXT)
-    rows = [row for row in rows if _has_shapes(events[row].name)]
+def recorded_shapes(events: list[Complete], args: list[Args], rows: list[int]) -> list[Shape]:
+    """Recorded inputs of those rows that have any."""
     return [
         (i, events[i].name, _shapes(_compact(args[i].input_dims)), _compact(args[i].input_types))
         for i in rows
+        if args[i].input_dims is not NO_TEXT
     ]
 
 
 def nvtx_shape(row: int, name: str, sizes: str) -> Shape | None:
     """Shapes that ``emit_nvtx`` wrote behind an operator's name; None where they are of no interest."""
-    return (row, name, _shapes(sys.intern(sizes.replace(" ", ""))), "") if _has_shapes(name) else None
-
-
-def _rows_with(values: list[Any], absent: Any) -> list[int]:
-    """Positions of the values that are there; most pieces have none, and counting tells it fastest."""
-    if values.count(absent) == len(values):
-        return []
-    return [row for row, value in enumerate(values) if value is not absent]
+    return (row, name, _shapes(sys.intern(sizes.replace(" ", ""))), "") if has_shapes(name) else None
 
 
 def collective_metadata(args: list[Args]) -> list[Metadata]:
-    """Collective metadata by row, in the order of :data:`Metadata`."""
-    return [_metadata(row, args[row]) for row in _rows_with([a.collective for a in args], None)]
+    """Collective metadata of the events that name a collective by row, in the order of :data:`Metadata`."""
+    return [_metadata(row, args[row]) for row in compress(range(len(args)), [a.collective for a in args])]
 
 
 def _metadata(row: int, args: Args) -> Metadata:
@@ -282,10 +279,13 @@ def _metadata(row: int, args: Args) -> Metadata:
     )
 
 
-def sync_waits(args: list[Args]) -> list[Sync]:
-    """What synchronisation events wait for, by row."""
-    rows = _rows_with([a.wait_on_stream for a in args], None)
-    return [(row, args[row].wait_on_stream, args[row].record_correlation) for row in rows]
+def sync_waits(args: list[Args], rows: list[int]) -> list[Sync]:
+    """What the synchronisation events among those rows wait for."""
+    return [
+        (row, args[row].wait_on_stream, args[row].record_correlation)
+        for row in rows
+        if args[row].wait_on_stream is not None
+    ]
 
 
 def sync_table(syncs: list[Sync], position: IntArray) -> SyncTable:

@@ -6,7 +6,9 @@ A file is decoded piece by piece, perhaps in several processes; :class:`Piece` i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import compress, islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +22,7 @@ from fsdp2prof.readers.trace.event_args import (
     Shape,
     Sync,
     collective_metadata,
+    has_shapes,
     int_column,
     narrow,
     recorded_shapes,
@@ -29,6 +32,9 @@ from fsdp2prof.readers.trace.event_args import (
 from fsdp2prof.readers.trace.kineto_schema import Args, Complete, EventKinds, Instant
 
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]
+
+_WHOLE_TRACE = "Trace"
+"""Category of the range around everything, which is no event."""
 
 
 @dataclass(slots=True)
@@ -51,21 +57,34 @@ class Share:
     categories: Interner = field(default_factory=Interner)
     pids: Interner = field(default_factory=Interner)
     tids: Interner = field(default_factory=Interner)
+    _on_device: bytearray = field(default_factory=bytearray)
+    """Of the categories so far, whether each is of a device."""
+    _shaped: bytearray = field(default_factory=bytearray)
+    """Of the names so far, whether the recorded inputs of each are kept."""
 
     def add(self, number: int, events: list[Any], kinds: EventKinds) -> None:
         """Turn a piece, decoded into events of these kinds, into columns.
 
-        May raise ``TextTimeNeededError``, having added nothing.
+        May raise ``TextTimeNeededError``, having added no piece.
         """
-        complete = [e for e in events if type(e) is kinds.complete and e.cat != "Trace"]
-        memory = [e for e in events if type(e) is kinds.instant and e.name == "[memory]"]
+        kind, instant = kinds.complete, kinds.instant
+        complete = [e for e in events if type(e) is kind]
+        memory = [e for e in events if type(e) is instant and e.name == "[memory]"]
+        category = self.categories.codes([e.cat for e in complete], len(complete))
+        part = category != self.categories.get(_WHOLE_TRACE, -1)
+        if not part.all():
+            complete, category = [*compress(complete, part.tolist())], category[part]
         args = [e.args for e in complete]
+        on_device = _rows(self._on_device, backends.is_on_device, self.categories, category)
+        columns = self._event_columns(complete, args, category, on_device)
         self.pieces[number] = Piece(
-            events=_narrowed(self._event_columns(complete, args)),
+            events=_narrowed(columns),
             memory=_narrowed(self._memory_columns(memory)) if memory else {},
             metadata=collective_metadata(args),
-            shapes=recorded_shapes(complete, args),
-            syncs=sync_waits(args),
+            shapes=recorded_shapes(
+                complete, args, _rows(self._shaped, has_shapes, self.names, columns["name"])
+            ),
+            syncs=sync_waits(args, on_device),
         )
 
     def merge(self, other: Share) -> None:
@@ -82,32 +101,22 @@ class Share:
                     columns[name] = lookups[name][columns[name]]
             self.pieces[number] = piece
 
-    def _event_columns(self, events: list[Complete], args: list[Args]) -> Columns:
+    def _event_columns(
+        self, events: list[Complete], args: list[Args], category: npt.NDArray[np.int32], on_device: list[int]
+    ) -> Columns:
         count = len(events)
-        start = to_ns([e.ts for e in events])
-        duration = to_ns([e.dur for e in events], most_us=LONGEST_US)
-        category = self.categories.codes([e.cat for e in events], count)
         pid = self.pids.codes([e.pid for e in events], count)
-        is_device = np.asarray([*map(backends.is_on_device, self.categories)], dtype=np.bool_)[category]
-        rows = np.flatnonzero(is_device)
-        on_device = [(events[i], args[i]) for i in rows.tolist()]
-        device = np.full(count, -1, dtype=np.int64)
-        stream = np.full(count, -1, dtype=np.int64)
-        device[rows] = int_column([e.pid if a.device is None else a.device for e, a in on_device])
-        stream[rows] = int_column([e.tid if a.stream is None else a.stream for e, a in on_device])
-        pid[rows] = -1
+        pid[on_device] = -1
         return {
-            "start_ns": start,
-            "duration_ns": duration,
+            "start_ns": to_ns([e.ts for e in events]),
+            "duration_ns": to_ns([e.dur for e in events], most_us=LONGEST_US),
             "name": self.names.codes([e.name for e in events], count),
             "category": category,
             "pid": pid,
             "tid": self.tids.codes([e.tid for e in events], count),
-            "device": device,
-            "stream": stream,
             "correlation": int_column([a.correlation for a in args]),
             "external_id": int_column([a.external_id for a in args]),
-            "bytes": int_column([a.bytes for a in args]),
+            **_device_columns([(events[i], args[i]) for i in on_device], on_device, count),
         }
 
     def _memory_columns(self, instants: list[Instant]) -> Columns:
@@ -123,6 +132,24 @@ class Share:
             "allocated_bytes": int_column([a.allocated for a in args]),
             "reserved_bytes": int_column([a.reserved for a in args]),
         }
+
+
+def _rows(
+    answers: bytearray, question: Callable[[str], bool], values: Interner, codes: npt.NDArray[np.int32]
+) -> list[int]:
+    """Rows whose value the answer is yes for; each new value is asked about once."""
+    answers.extend(map(question, islice(values, len(answers), None)))
+    rows: list[int] = np.flatnonzero(np.frombuffer(bytes(answers), dtype=np.bool_)[codes]).tolist()
+    return rows
+
+
+def _device_columns(worked: list[tuple[Complete, Args]], rows: list[int], count: int) -> Columns:
+    """What only activities of a device have, which are those ``rows``."""
+    columns = {name: np.full(count, -1, dtype=np.int64) for name in ("device", "stream", "bytes")}
+    columns["device"][rows] = int_column([e.pid if a.device is None else a.device for e, a in worked])
+    columns["stream"][rows] = int_column([e.tid if a.stream is None else a.stream for e, a in worked])
+    columns["bytes"][rows] = int_column([a.bytes for _, a in worked])
+    return columns
 
 
 def _narrowed(columns: Columns) -> Columns:

@@ -19,10 +19,13 @@ from isal import isal_zlib
 
 from fsdp2prof.errors import TraceError
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 19
 """Decompressed bytes decoded at a time: small enough for the decoded events to stay in the cache."""
 
-_READ_BYTES = 1 << 20
+_HEAD_BYTES = 1 << 20
+_READ_BYTES, _CHUNK_BYTES = 1 << 16, 1 << 17
+"""Of a file, compressed or not: memory of this size is used again and again, a larger piece is given back to
+the system and asked for anew."""
 _GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_WBITS = 31
 _MOST_EXPANSION, _EXPANDS_FREELY_BYTES = 100, 32 << 20
@@ -63,20 +66,21 @@ def decode_pieces(
     """
     index, turns = turn
     ends_early: list[str] = []
-    chunks = _chunks(path, piece_bytes, ends_early)
-    buffer = _first(path, chunks, ends_early)
-    head, buffer, tail = _open_list(path, b"".join([buffer, *_until_events(buffer, chunks)]))
+    chunks = _chunks(path, min(piece_bytes, _CHUNK_BYTES), ends_early)
+    first = _first(path, chunks, ends_early)
+    head, first, tail = _open_list(path, b"".join([first, *_until_events(first, chunks)]))
+    buffer = bytearray(first)
     number = 0
     try:
         for chunk in chunks:
             if not chunk.strip(b"\0"):
                 raise TraceError(f"{path}: holds zeros where events should be; copy or record it again")
-            cut = _guessed_cut(buffer)
+            cut = _guessed_cut(buffer) if len(buffer) >= piece_bytes else 0
             if cut and number % turns == index:
                 cut = _parse_to(cut, buffer, parse, number, mend=turns == 1)
             if cut:
                 number += 1
-                buffer = buffer[cut:].lstrip(b", \t\r\n")
+                del buffer[: len(buffer) - len(buffer[cut:].lstrip(b", \t\r\n"))]
             buffer += chunk
             if len(buffer) > _LONGEST_BYTES + piece_bytes:
                 raise TraceError(f"{path}: not a readable Kineto trace: no event ends in {_LONGEST_BYTES} B")
@@ -93,7 +97,7 @@ def decode_pieces(
     warnings.extend(f"{path}: {reason}, but all its events are there" for reason in ends_early)
 
 
-def _parse_to(cut: int, buffer: bytes, parse: Parse, number: int, *, mend: bool) -> int:
+def _parse_to(cut: int, buffer: bytearray, parse: Parse, number: int, *, mend: bool) -> int:
     """Parse the events up to a guessed cut, or to the exact one if it was wrong; return where it was cut."""
     try:
         _parse(parse, _list_of(buffer, cut), number, False)
@@ -112,7 +116,7 @@ def read_head(path: Path) -> bytes:
     Reads at most the first MiB. Raises ``TraceError`` for a file that does not begin like a trace.
     """
     ends_early: list[str] = []
-    head, _, tail = _open_list(path, _first(path, _chunks(path, _READ_BYTES, ends_early), ends_early))
+    head, _, tail = _open_list(path, _first(path, _chunks(path, _HEAD_BYTES, ends_early), ends_early))
     if not head:
         raise TraceError(f"{path}: not a trace: no traceEvents in it")
     return head + b"]" + (tail or b"}")
@@ -187,11 +191,12 @@ def _open_list(path: Path, buffer: bytes) -> tuple[bytes, bytes, bytes]:
     return text[: start.end()], text[start.end() :], b""
 
 
-def _list_of(buffer: bytes, cut: int) -> bytes:
-    return b"".join((b"[", memoryview(buffer)[:cut], b"]"))
+def _list_of(buffer: bytearray, cut: int) -> bytes:
+    with memoryview(buffer)[:cut] as events:
+        return b"".join((b"[", events, b"]"))
 
 
-def _guessed_cut(buffer: bytes) -> int:
+def _guessed_cut(buffer: bytearray) -> int:
     """End of the last ``}`` that is followed by ``, {``; 0 if there is none."""
     brace = buffer.rfind(b"{")
     while brace > 0:
@@ -204,7 +209,7 @@ def _guessed_cut(buffer: bytes) -> int:
     return 0
 
 
-def _exact_cut(buffer: bytes) -> int:
+def _exact_cut(buffer: bytearray) -> int:
     """End of the last whole event but one, found by walking every token; 0 if there is none.
 
     Slow, for the rare piece whose guess fell into a string or a nested object.

@@ -97,7 +97,7 @@ def read_nsys_report(path: Path, *, rank: int | None = None) -> Trace:
 
 
 def _guarded(path: Path, read: Callable[[_Report], _T]) -> _T:
-    """Run something on an open report; what SQLite has to say becomes one line."""
+    """Read from an open report; turn an error of SQLite into one line."""
     try:
         address = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
         with closing(sqlite3.connect(address, uri=True)) as connection:

@@ -140,7 +140,7 @@ def _join(pieces: list[Columns], name: str) -> npt.NDArray[Any]:
 
 
 def _return_freed_pages() -> None:
-    """Give the pages of freed pieces back: glibc keeps them, and no whole column fits into the holes."""
+    """Return freed memory to the system: glibc keeps it, and no whole column fits into the holes."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

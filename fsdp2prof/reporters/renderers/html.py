@@ -109,7 +109,7 @@ def _kind(block: Block) -> str:
 
 
 def _header(column: Column) -> str:
-    return printable(column.label.replace("-\n", "-").replace("\n", " "))
+    return printable(column.header)
 
 
 def _sentence(line: str) -> Markup:

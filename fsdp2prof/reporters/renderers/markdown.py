@@ -115,7 +115,7 @@ def _table(table: Table) -> Iterator[str]:
 
 
 def _header(column: Column) -> str:
-    return _flat(column.label.replace("-\n", "-").replace("\n", " "))
+    return _flat(column.header)
 
 
 def _cell(column: Column, value: Value) -> str:

@@ -415,13 +415,9 @@ def _left_out(table: Table, rows: int, columns: Container[int]) -> Iterator[str]
     if rest := len(table.rows) - rows:
         yield f"and {plural(rest, f'more {table.noun}')}; all with -v"
     hidden = [column for i, column in enumerate(table.columns) if i not in columns]
-    dropped = [label for column in hidden if (label := _flat(column.label))]
+    dropped = [label for column in hidden if (label := column.header)]
     if dropped:
         yield f"not shown at this width: {', '.join(dropped)}; widen or use --format json"
-
-
-def _flat(label: str) -> str:
-    return label.replace("-\n", "-").replace("\n", " ")
 
 
 def _cell(column: Column, value: Value) -> str | float:

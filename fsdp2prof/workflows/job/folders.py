@@ -113,7 +113,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _likely_traces(root: Path, level: Iterable[Path], depth: int) -> list[Path]:
-    """Files worth a look: by the profiler's own names if there are any; far down, by something like it."""
+    """Return files that may be traces: by the profiler's own names if there are any, else by similar ones."""
     traces = [path for path in level if is_trace_name(path)]
     if named := [path for path in traces if path.name.endswith(_PROFILER_SUFFIXES)]:
         return named

@@ -128,7 +128,7 @@ def _timed(work: Callable[[], object], device: torch.device) -> int:
 
 
 def _clock(probe: RankProbe, device: torch.device) -> None:
-    """Ask rank 0 for its time; the fastest of some exchanges says the offset to half its duration."""
+    """Measure the clock's offset from rank 0; the fastest of several exchanges bounds the error."""
     for other in range(1, probe.world_size):
         if probe.rank not in (0, other):
             continue
@@ -152,7 +152,7 @@ def _clock(probe: RankProbe, device: torch.device) -> None:
 
 
 def _disk(probe: RankProbe, folder: Path) -> None:
-    """Write a file as a recording would, one rank of a host after the other would be kinder and slower."""
+    """Write a file as a recording does, all ranks of a host at once."""
     try:
         probe.disk_free_bytes = shutil.disk_usage(folder).free
         if probe.local_rank:

@@ -349,7 +349,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _mean_square(module: nn.Module, batch: Any) -> Tensor:
-    """What is trained where the factory gives no loss."""
+    """Return the loss that is trained where the factory gives none."""
     if isinstance(batch, Mapping):
         output = module(**batch)
     else:

@@ -248,7 +248,7 @@ def read_rank_trace(file: RankFile, *, workers: int | None = None) -> Trace:
 
 @contextmanager
 def _at_hand(file: RankFile, kind: type[InputError]) -> Iterator[Path]:
-    """Give a local path; what cannot be fetched is an error of the kind that the file's own would be."""
+    """Yield a local path; raise an error of the file's own kind if it cannot be fetched."""
     with ExitStack() as stack:
         try:
             local = stack.enter_context(at_hand(file))
