@@ -306,6 +306,20 @@ def _reserved_frac(row: RankPeakChange) -> float | None:
     return row.delta_reserved_bytes / row.before_reserved_bytes
 
 
+def _change(
+    name: str, what: str, change: Callable[[RunComparison], TimeChange | None], else_of: str = ""
+) -> dict[str, Metric]:
+    """Return the metrics of a changed time: as a fraction of before, and in milliseconds."""
+    kinds = {
+        "frac": ("of before", _of_whole(lambda comparison: _frac(change(comparison)))),
+        "delta_ms": ("milliseconds", _of_whole(lambda comparison: _delta_ms(change(comparison)))),
+    }
+    return {
+        f"{name}_{kind}": Metric(f"change of {what}, {unit}{else_of}", "comparison", values, timed=True)
+        for kind, (unit, values) in kinds.items()
+    }
+
+
 METRICS: dict[str, Metric] = {
     "exposed_frac": Metric("exposed communication, of step time", "trace", _of_steps(_exposed_ns)),
     "overlap_frac": Metric(
@@ -347,48 +361,20 @@ METRICS: dict[str, Metric] = {
     "unattributed_frac": Metric(
         "memory at the peak without a known role, of the peak", "memory", _of_memory(_unattributed_frac)
     ),
-    "step_time_frac": Metric(
-        "change of the median unrecorded step, of before; of the mean traced one where none is known",
-        "comparison",
-        _of_whole(lambda comparison: _frac(comparison.unrecorded_step or comparison.step)),
-        timed=True,
+    **_change(
+        "step_time",
+        "the median unrecorded step",
+        lambda comparison: comparison.unrecorded_step or comparison.step,
+        "; of the mean traced one where none is known",
     ),
-    "step_time_delta_ms": Metric(
-        "change of the median unrecorded step, milliseconds; of the mean traced one where none is known",
-        "comparison",
-        _of_whole(lambda comparison: _delta_ms(comparison.unrecorded_step or comparison.step)),
-        timed=True,
-    ),
-    "traced_step_time_frac": Metric(
-        "change of the mean traced step, of before",
-        "comparison",
-        _of_whole(lambda comparison: _frac(comparison.step)),
-        timed=True,
-    ),
-    "traced_step_time_delta_ms": Metric(
-        "change of the mean traced step, milliseconds",
-        "comparison",
-        _of_whole(lambda comparison: _delta_ms(comparison.step)),
-        timed=True,
-    ),
+    **_change("traced_step_time", "the mean traced step", lambda comparison: comparison.step),
     "unrecorded_step_frac": Metric(
         "change of the median unrecorded step, of before",
         "comparison",
         _of_whole(lambda comparison: _frac(comparison.unrecorded_step)),
         timed=True,
     ),
-    "exposed_time_frac": Metric(
-        "change of exposed communication in a mean step, of before",
-        "comparison",
-        _of_whole(lambda comparison: _frac(comparison.exposed)),
-        timed=True,
-    ),
-    "exposed_time_delta_ms": Metric(
-        "change of exposed communication in a mean step, milliseconds",
-        "comparison",
-        _of_whole(lambda comparison: _delta_ms(comparison.exposed)),
-        timed=True,
-    ),
+    **_change("exposed_time", "exposed communication in a mean step", lambda comparison: comparison.exposed),
     "wire_bytes_frac": Metric(
         "change of the bytes a rank sends in a step, of before", "comparison", _of_whole(_wire_frac)
     ),

@@ -121,3 +121,10 @@ def numbered(noun: str, numbers: Sequence[int]) -> str:
     if len(numbers) > _NUMBERED:
         shown.append(f"{len(numbers) - _NUMBERED} more")
     return f"{noun} {shown[0]}" if len(shown) == 1 else f"{noun}s {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def block_of(fqn: str) -> str:
+    """Return the beginning of a name up to its first number: the block that a module is in."""
+    parts = fqn.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
+    return ".".join(parts[: number + 1])

@@ -9,9 +9,11 @@ unrecorded one, and the traced one shows what it is made of.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median, quantiles
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.launches import DeviceTable
 from fsdp2prof.labels import parse_label
 from fsdp2prof.manifest import StepInfo
+from fsdp2prof.results.communication import GroupRow
 from fsdp2prof.results.step import UnrecordedStep
 from fsdp2prof.results.trace import RankTrace
 from fsdp2prof.tables import IntArray, LabelTable, StepTable, Trace
@@ -115,6 +118,55 @@ def step_windows(
 def window_count(ranks: Iterable[RankTrace]) -> int:
     """Count the analysed steps of all ranks: what means per rank and step are over."""
     return sum(len(rank.steps) for rank in ranks)
+
+
+_Kind = TypeVar("_Kind", bound=Hashable)
+_FEW = 3
+"""Kinds of steps from which on their means say no more than the mean of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepKinds:
+    """Steps that are alike, as the first rank with collectives of layers shows them."""
+
+    rank: int
+    reduced: dict[frozenset[str], list[int]]
+    """Steps by the layers whose gradients they reduce."""
+    gathered: dict[int, list[int]]
+    """Steps by how many all-gathers of layers they have."""
+
+    @property
+    def apart(self) -> list[list[int]]:
+        """Steps of each kind, where there are several and some have more than one step; else nothing."""
+        kinds = list((self.reduced if len(self.reduced) > 1 else self.gathered).values())
+        repeated = any(len(steps) > 1 for steps in kinds)
+        return kinds if 1 < len(kinds) <= _FEW and repeated else []
+
+
+def kinds_of_steps(groups: Iterable[GroupRow], ranks: Iterable[RankTrace]) -> StepKinds | None:
+    """Tell steps of different kinds apart: models updated in turns, evaluation in between."""
+    rows = [row for row in groups if row.fqn is not None and row.op in ("all_gather", "reduce_scatter")]
+    if not rows:
+        return None
+    rank = min(row.rank for row in rows)
+    traced = [one for one in ranks if one.rank == rank]
+    counts: dict[str, dict[int, Counter[str]]] = {
+        op: {step.step: Counter() for one in traced for step in one.steps}
+        for op in ("all_gather", "reduce_scatter")
+    }
+    for row in rows:
+        if row.rank == rank and row.step in counts[row.op]:
+            counts[row.op][row.step][row.fqn or ""] += row.count
+    reduced = {step: frozenset(layers) for step, layers in counts["reduce_scatter"].items()}
+    gathered = {step: layers.total() for step, layers in counts["all_gather"].items()}
+    return StepKinds(rank, _alike(reduced), _alike(gathered))
+
+
+def _alike(steps: Mapping[int, _Kind]) -> dict[_Kind, list[int]]:
+    kinds: dict[_Kind, list[int]] = defaultdict(list)
+    for step, kind in sorted(steps.items()):
+        kinds[kind].append(step)
+    return dict(kinds)
 
 
 def _host_activity(trace: Trace) -> tuple[IntArray, IntArray]:

@@ -10,11 +10,16 @@ from fsdp2prof.analyzers.findings import declared
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.fsdp_rules import enter_fsdp
-from fsdp2prof.analyzers.ledger.host_rules import enter_host, enter_tracing
+from fsdp2prof.analyzers.ledger.host_rules import (
+    enter_host,
+    enter_new_iterators,
+    enter_optimizer,
+    enter_tracing,
+)
 from fsdp2prof.analyzers.ledger.notes import notes
 from fsdp2prof.analyzers.ledger.other_rules import enter_other_communication, enter_saving
 from fsdp2prof.analyzers.ledger.rank_rules import enter_waits
-from fsdp2prof.analyzers.ledger.script_rules import enter_script
+from fsdp2prof.analyzers.ledger.script_rules import enter_script, join_places
 from fsdp2prof.analyzers.ledger.starved_rules import enter_starved
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, cost_frac
 from fsdp2prof.analyzers.ledger.words import bound, not_judged
@@ -62,7 +67,9 @@ def with_ledger(
         return replace(analysis, ledger=None, findings=[])
     for rule in (
         enter_saving,
+        enter_new_iterators,
         enter_script,
+        enter_optimizer,
         enter_starved,
         enter_tracing,
         enter_waits,
@@ -72,6 +79,7 @@ def with_ledger(
         enter_work,
     ):
         rule(book)
+    join_places(book)
     ledger = replace(_ledger(book), exact=charges is not None)
     beside = notes(book)
     return replace(analysis, ledger=ledger, findings=findings_of(ledger, beside))

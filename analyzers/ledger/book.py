@@ -15,7 +15,7 @@ from fsdp2prof.analyzers.means import mean
 from fsdp2prof.analyzers.steps import differs_traced, window_count
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest
 from fsdp2prof.results.communication import GroupRow
-from fsdp2prof.results.finding import EvidenceValue, Place, Severity
+from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Place, Severity
 from fsdp2prof.results.ledger import GainBasis, LedgerEntry, LedgerPlace, LedgerRemedy
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.units import format_frac, format_ns
@@ -48,6 +48,7 @@ class Book:
         self.total_ns = sum(step.duration_ns for rank in analysis.ranks for step in rank.steps)
         self.entries: list[LedgerEntry] = []
         self.booked: list[tuple[str, Charge]] = []
+        self._charged: list[list[Charge]] = []
         self._pool: dict[str, list[Charge]] = defaultdict(list)
         for charge in charges:
             self._pool[charge.cause].append(charge)
@@ -217,6 +218,34 @@ class Book:
         )
         self.entries.append(entry)
         self.booked += [(entry.cause, charge) for charge in charges]
+        self._charged.append(list(charges))
+
+    def join(self, first: int, other: int) -> None:
+        """Put one entry's time under another that is of the same place: one change gives both back."""
+        one, joined = self.entries[first], self.entries[other]
+        charges = self._charged[first] = [*self._charged[first], *self._charged[other]]
+        total = sum(charge.ns for charge in charges)
+        remedy = one.remedy
+        if remedy is not None and remedy.gain_ns is not None:
+            more = joined.remedy.gain_ns if joined.remedy is not None else None
+            gain = remedy.gain_ns + (joined.ns if more is None else more)
+            remedy = replace(remedy, gain_ns=gain, gain_frac=self.frac(gain * self.rank_steps))
+        self.entries[first] = replace(
+            one,
+            total_ns=total,
+            ns=mean(total, max(1, self.rank_steps)),
+            frac=self.frac(total),
+            severity=min(one.severity, joined.severity, key=SEVERITIES.index),
+            said=f"{one.said} With what else runs there, that is {self.per_step(total)}.",
+            remedy=remedy,
+            places=self._places(charges),
+            evidence={
+                **one.evidence,
+                "cost_frac": self.frac(total),
+                "cost_ns_per_step": int(total // max(1, self.rank_steps)),
+            },
+        )
+        del self.entries[other], self._charged[other]
 
     def _places(self, charges: Sequence[Charge]) -> list[LedgerPlace]:
         sums: dict[tuple[str | None, ...], list[int]] = defaultdict(lambda: [0, 0, 0])

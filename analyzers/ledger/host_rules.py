@@ -12,6 +12,7 @@ from fsdp2prof.analyzers.ledger.book import Book, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.machine import waits_for_processors
 from fsdp2prof.analyzers.steps import added_ns
+from fsdp2prof.manifest import OptimizerInfo
 from fsdp2prof.results.finding import EvidenceValue
 
 _UNEVEN = 2
@@ -50,6 +51,21 @@ def enter_tracing(book: Book) -> None:
     )
 
 
+def enter_new_iterators(book: Book) -> None:
+    """Enter data loaders whose iterator is made anew in every step: workers start, nothing is prefetched."""
+    drawn = [one for one in book.left("data_loader") if one.why == "rebuilt"]
+    if len({(one.rank, one.step) for one in drawn}) < _OFTEN * book.rank_steps:
+        return
+    sites = Counter(one.site for one in drawn if one.site)
+    site = sites.most_common(1)[0][0] if sites else None
+    mine = book.take("data_loader")
+    for cause in ("host_pause", "host", "compute", "uneven_ranks"):
+        mine += book.take(
+            cause, lambda one: one.phase == "other" and one.site is not None and one.site == site
+        )
+    book.enter(mine, "data_loader/new_iterator", {"site": site})
+
+
 def enter_host(book: Book) -> None:
     """Enter what the host lost."""
     _data_loader(book)
@@ -57,7 +73,6 @@ def enter_host(book: Book) -> None:
     _garbage(book)
     _pauses(book)
     _syncs(book)
-    _per_tensor(book)
     _dispatch(book)
 
 
@@ -222,26 +237,40 @@ def _blocks_its_host(charge: Charge) -> bool:
     return "DtoH" in name and "Pinned" not in name
 
 
-def _per_tensor(book: Book) -> None:
-    """Enter an optimizer that updates its parameters one by one."""
-    slow = [
-        one
-        for manifest in book.manifests
-        for one in manifest.optimizers
-        if one.defaults.get("foreach") == "False" and one.defaults.get("fused", "None") in ("None", "False")
-    ]
+_OPERATORS_EACH = 3
+"""Operators for each parameter, from which on an optimizer of the script's updates them one by one."""
+
+
+def enter_optimizer(book: Book) -> None:
+    """Enter an optimizer told to go through its parameters one by one, or written so.
+
+    Of its time on the host what tracing adds is left out.
+    """
+    issued = sum(one.count for one in book.left("compute") if one.why == "one_by_one") / book.rank_steps
+    slow = [one for manifest in book.manifests for one in manifest.optimizers if _one_by_one(one, issued)]
     if not slow:
         return
-    mine = book.take("host", lambda one: one.phase == "optimizer")
+    on_host = book.left_ns("host")
+    added = min(on_host, int(added_ns(book.analysis.unrecorded_step) * book.rank_steps))
+    mine = book.take("host", lambda one: one.phase == "optimizer", (on_host - added, max(1, on_host)))
     if not book.on_device:
         mine += book.take("compute", lambda one: one.phase == "optimizer")
     book.enter(
         mine,
-        "optimizer_per_tensor",
+        "optimizer_per_tensor" if "foreach" in slow[0].defaults else "optimizer_per_tensor/own",
         {"parameters": slow[0].parameters},
         gain_ns=sum(one.ns for one in mine) / 2,
         optimizer=slow[0].class_name,
+        operators=issued,
     )
+
+
+def _one_by_one(optimizer: OptimizerInfo, operators: float) -> bool:
+    """Whether an optimizer updates its parameters in turn though it need not; torch's own say how they do."""
+    if "foreach" in optimizer.defaults:
+        fused = optimizer.defaults.get("fused", "None") not in ("None", "False")
+        return optimizer.defaults["foreach"] == "False" and not fused
+    return optimizer.class_name != "LBFGS" and 0 < _OPERATORS_EACH * optimizer.parameters <= operators
 
 
 def _dispatch(book: Book) -> None:

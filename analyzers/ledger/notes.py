@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
 
 from fsdp2prof.analyzers import findings
 from fsdp2prof.analyzers.layers import named_layer, numbered
 from fsdp2prof.analyzers.ledger.book import Book
+from fsdp2prof.analyzers.steps import kinds_of_steps
 from fsdp2prof.labels import is_root
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo
-from fsdp2prof.results.communication import GroupRow
 from fsdp2prof.results.finding import Finding, Severity
 from fsdp2prof.results.trace import KernelRow
 from fsdp2prof.units import format_ns, plural
-
-_Kind = TypeVar("_Kind", bound=Hashable)
 
 _KINDS = 3
 """Kinds of steps that have names of their own."""
@@ -104,15 +100,10 @@ def _root_kept(book: Book) -> list[Finding]:
 
 def _unlike_steps(book: Book) -> list[Finding]:
     """Return the finding about steps that are not alike, seen on the first rank that has layers."""
-    rows = [*book.rows("all_gather"), *book.rows("reduce_scatter")]
-    if not rows:
+    seen = kinds_of_steps(book.analysis.groups, book.analysis.ranks)
+    if seen is None:
         return []
-    rank = min(row.rank for row in rows)
-    steps = sorted(step.step for one in book.analysis.ranks if one.rank == rank for step in one.steps)
-    mine = [row for row in rows if row.rank == rank]
-    reduced = _by_step(steps, (row for row in mine if row.op == "reduce_scatter"))
-    gathered = _by_step(steps, (row for row in mine if row.op == "all_gather"))
-    kinds = _alike({step: frozenset(layers) for step, layers in reduced.items()})
+    rank, kinds, counts = seen.rank, seen.reduced, seen.gathered
     if len(kinds) > 1:
         everywhere = frozenset.intersection(*kinds)
         told = [
@@ -120,7 +111,6 @@ def _unlike_steps(book: Book) -> list[Finding]:
             for layers, which in sorted(kinds.items(), key=lambda kind: -len(kind[0]))
         ]
         return [_unlike("unlike_steps", told, list(kinds.values()), rank)]
-    counts = _alike({step: sum(layers.values()) for step, layers in gathered.items()})
     if len(counts) > 1:
         told = [
             f"{count} in {numbered('step', which)} ({_each(book, rank, which)})"
@@ -145,21 +135,6 @@ def _each(book: Book, rank: int, steps: list[int]) -> str:
         if step.step in steps
     ]
     return f"{format_ns(sum(took) / max(1, len(took)))} each"
-
-
-def _by_step(steps: Iterable[int], rows: Iterable[GroupRow]) -> dict[int, Counter[str]]:
-    counts: dict[int, Counter[str]] = {step: Counter() for step in steps}
-    for row in rows:
-        if row.step in counts and row.fqn is not None:
-            counts[row.step][row.fqn] += row.count
-    return counts
-
-
-def _alike(steps: Mapping[int, _Kind]) -> dict[_Kind, list[int]]:
-    kinds: dict[_Kind, list[int]] = defaultdict(list)
-    for step, kind in steps.items():
-        kinds[kind].append(step)
-    return kinds
 
 
 def _reduced(layers: list[str], steps: list[int]) -> str:

@@ -15,14 +15,19 @@ from fsdp2prof.vocabulary import op_label
 _MOST_OF_MODEL = 0.5
 """Part of the bytes that forward gathers, from which on gathers outside FSDP are of the whole model."""
 _SAVES = re.compile(
-    r"(?:^|[ (._])(?:\w*save\w*|\w*checkpoint\w*|inner_func)\(\) in |\(\w*(?:save|checkpoint)\w*\)$"
+    r"(?:^|[ (._])(?:\w*save\w*|inner_func)\(\) in "
+    r"|\((?:\w*save\w*|checkpoint|(?:write|store|dump|make|take|create|do|maybe)_\w*checkpoint\w*"
+    r"|checkpoint_(?:model|state|step)\w*)\)$"
 )
-"""Lines that save: they call such a function, ``torch.distributed.checkpoint``'s wrapper, or are in one."""
+"""Lines that save: they call such a function, or ``torch.distributed.checkpoint``'s wrapper, or are in one.
+``torch.utils.checkpoint.checkpoint()`` and functions that train with it do not."""
 _OF_A_SAVE = ("host_pause", "host", "garbage_collection", "other_communication", "sync", "uneven_ranks")
 _SAME_SIZE, _FULL = 0.9, 1 << 10
 """Part of some all-reduces' bytes whose sizes are those of gradients, of this many bytes at least."""
 _USUAL_COUNT, _USUAL_BYTES = 2, 64 << 10
 """Collectives a step and bytes of each that every training has: a gradient norm, a mean loss."""
+_PART_OF_MODEL, _MODELS = 0.1, ("forward", "backward")
+"""Part of some all-reduces' time in each of these phases, from which on they are the model's own."""
 _LAUNCH_MISSING = "its launch is not in the file"
 
 
@@ -131,7 +136,7 @@ def _of_gradients(book: Book, mine: list[Charge]) -> bool:
 
 def _own_count(book: Book) -> float:
     """Count FSDP's collectives a step: on gloo, a few small ones beside them cost what their latency is."""
-    return sum(row.count for row in book.analysis.groups if row.fqn is not None) / book.rank_steps
+    return sum(one.count for one in book.left("communication")) / book.rank_steps
 
 
 def _change(kind: str, site: str | None) -> str:
@@ -148,6 +153,7 @@ def _change(kind: str, site: str | None) -> str:
 
 
 def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
+    cost = sum(one.ns for one in mine)
     count = sum(one.count for one in mine) / book.rank_steps
     phases: dict[str, int] = defaultdict(int)
     for one in mine:
@@ -164,6 +170,9 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     if again:
         more += " Their sizes are those of the gradients' shards, which FSDP has reduced already."
         change = f"Delete {site or 'these all-reduces'}: FSDP reduces gradients in backward."
+    elif kind == "all_reduce" and all(phases[phase] >= _PART_OF_MODEL * cost for phase in _MODELS):
+        more += " The model's forward and backward issue them, as synchronized batch statistics do."
+        change = fill(wordings("ledger")["outside_fsdp/in_model"]["change"], {"site": site})
     by_optimizer = max(phases, key=lambda phase: phases[phase]) == "optimizer"
     if by_optimizer:
         more += " The optimizer issues them: it needs more than a shard of each parameter."

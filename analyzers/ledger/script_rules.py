@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import combinations
 
 from fsdp2prof.analyzers.layers import in_phase
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
+from fsdp2prof.results.ledger import LedgerEntry
 
 _RUNNING = ("compute", "host", "host_pause")
 _SITE = re.compile(r"(?:(?P<call>\S+)\(\) in )?(?P<file>.+):(?P<line>\d+) \((?P<function>.+)\)")
@@ -28,6 +30,45 @@ def enter_script(book: Book) -> None:
     """Enter what the script's own lines take: outside of training by place, then loops by place."""
     _by_place(book, lambda one: one.why in ("outside", "outside_loop"), _enter_outside)
     _by_place(book, lambda one: one.why in ("loop", "outside_loop"), _enter_loop)
+
+
+_REPEATED = 4
+"""Collectives a step from which on a loop near them is theirs."""
+
+
+def join_places(book: Book) -> None:
+    """Make one entry of those whose remedies change the same place: the costliest one, with all their time.
+
+    Two calls on neighbouring lines are two places; a collective and the loop that issues it are one.
+    """
+    while pair := _of_one_place(book.entries):
+        book.join(*pair)
+
+
+def _of_one_place(entries: Sequence[LedgerEntry]) -> tuple[int, int] | None:
+    placed = sorted((at for at, one in enumerate(entries) if _place_of(one)), key=lambda at: -entries[at].ns)
+    for first, other in combinations(placed, 2):
+        if entries[first].told and _same_place(entries[first], entries[other]):
+            return first, other
+    return None
+
+
+def _place_of(entry: LedgerEntry) -> re.Match[str] | None:
+    site = entry.evidence.get("site")
+    named = isinstance(site, str) and entry.remedy is not None and entry.id != "garbage_collection"
+    return _SITE.fullmatch(str(site)) if named else None
+
+
+def _same_place(one: LedgerEntry, other: LedgerEntry) -> bool:
+    first, second = _place_of(one), _place_of(other)
+    assert first is not None
+    assert second is not None
+    if (first["file"], first["function"]) != (second["file"], second["function"]):
+        return False
+    apart = abs(int(first["line"]) - int(second["line"]))
+    looped = any(entry.evidence.get("loop") for entry in (one, other))
+    repeated = any(float(str(entry.evidence.get("per_step", 0))) >= _REPEATED for entry in (one, other))
+    return apart == 0 or (apart <= _NEAR and looped and repeated)
 
 
 def _by_place(

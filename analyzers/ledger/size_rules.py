@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import prod
 from statistics import median
 
+from fsdp2prof.analyzers.layers import block_of
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.labels import is_root
 from fsdp2prof.manifest import ParamGroupInfo
@@ -65,7 +66,7 @@ def _tiny_units(book: Book) -> set[str]:
     tiny = {fqn for fqn, size in sizes.items() if size < _TINY_BYTES}
     if 2 * len(tiny) <= len(sizes):
         return set()
-    blocks = Counter(".".join(_block(fqn)) for fqn in tiny)
+    blocks = Counter(block_of(fqn) for fqn in tiny)
     per_block = median(blocks.values()) if blocks else 0
     return (
         tiny
@@ -73,13 +74,6 @@ def _tiny_units(book: Book) -> set[str]:
         or (per_block >= _FINE_PER_BLOCK and len(tiny) >= book.thresholds.small_count)
         else set()
     )
-
-
-def _block(fqn: str) -> list[str]:
-    """Return the block that a module is in: its name up to the first number."""
-    parts = fqn.split(".")
-    number = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
-    return parts[: number + 1]
 
 
 def _below_the_knee(book: Book) -> set[str]:
@@ -151,7 +145,7 @@ def _parts(book: Book, fqn: str) -> int:
     """Count the blocks, or else the modules, of a unit that could be units; 0 without a manifest."""
     group = next((one for one in book.groups if one.fqn == fqn), None)
     modules = {one.fqn.rpartition(".")[0] for one in group.parameters} if group else set()
-    blocks = {".".join(_block(one)) for one in modules}
+    blocks = {block_of(one) for one in modules}
     return len(blocks) if len(blocks) > 1 else len(modules)
 
 

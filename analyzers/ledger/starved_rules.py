@@ -20,6 +20,7 @@ _BLOCKED = (
     "queued",
 )
 """Causes in which the training's thread may wait without a processor."""
+_COLLECTIVES = ("communication", "other_communication", "uneven_ranks")
 _RUNNING = ("host_pause", "host")
 """Causes in which it runs or is ready to; on a CPU the work itself, too."""
 
@@ -45,10 +46,16 @@ def _threads(book: Book) -> None:
     """Enter the time in which other Python threads of the ranks held the interpreter's lock.
 
     Such a thread computed, and the training's thread neither computed nor waited for a processor, a batch or
-    another rank.
+    another rank. Where it computed longer than the training's own, that had to wait for the lock after
+    collectives, too.
     """
     held = _lock_held_ns(book)
     mine = _taken(book, held, _RUNNING)
+    left = Counter(held)
+    for one in mine:
+        left[one.rank, one.step] -= one.ns
+    busier = _busier_threads(book)
+    mine += _taken(book, {place: ns for place, ns in left.items() if place in busier}, _COLLECTIVES)
     if not any(one.ns for one in mine):
         return
     lines: Counter[str] = Counter()
@@ -80,13 +87,24 @@ def _lock_held_ns(book: Book) -> dict[tuple[int, int], int]:
     for cause in _BLOCKED:
         for charge in book.left(cause):
             waits[charge.rank, charge.step] += charge.ns
-    found = {}
+    found, busier = {}, _busier_threads(book)
     for manifest in book.manifests:
         took = {one.step: one.duration_ns for one in manifest.steps}
         for step in manifest.host_steps:
             busy = step.main_thread_cpu_ns + (step.main_thread_waiting_ns or 0)
-            absent = took.get(step.step, 0) - busy - waits[manifest.rank, step.step]
+            blocked = 0 if (manifest.rank, step.step) in busier else waits[manifest.rank, step.step]
+            absent = took.get(step.step, 0) - busy - blocked
             held = min(absent, sum(step.python_threads.values()))
             if held > 0:
                 found[manifest.rank, step.step] = held
     return found
+
+
+def _busier_threads(book: Book) -> set[tuple[int, int]]:
+    """Return ranks and steps in which other Python threads compute longer than the training's."""
+    return {
+        (manifest.rank, step.step)
+        for manifest in book.manifests
+        for step in manifest.host_steps
+        if sum(step.python_threads.values()) > step.main_thread_cpu_ns > 0
+    }

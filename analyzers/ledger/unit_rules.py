@@ -77,12 +77,25 @@ def _every_micro_batch(book: Book) -> None:
         if (row.rank, row.step) == first and row.count and row.payload_bytes is not None
     ]
     size = sum(sizes) or None
+    if _backwards_of_one_forward(book, times):
+        book.enter(mine, "reduced_every_micro_batch/backwards", {"reductions_per_step": times})
+        return
     book.enter(
         mine,
         "reduced_every_micro_batch" if known else "reduced_every_micro_batch/unknown",
         {"reductions_per_step": times, "memory_bytes": size},
         memory_bytes=size,
         memory="" if size is None else f"; full gradients ({format_bytes(size)}) then stay in memory",
+    )
+
+
+def _backwards_of_one_forward(book: Book, times: int) -> bool:
+    """Whether the recorder counts as many backwards as reductions, and no unit's forward as often."""
+    return any(manifest.param_groups for manifest in book.manifests) and all(
+        group.forwards == 1 and group.reductions == times
+        for manifest in book.manifests
+        for group in manifest.param_groups
+        if group.requires_grad
     )
 
 

@@ -9,6 +9,8 @@ from fsdp2prof.analyzers.ledger.book import Book, by_layer, worst_layer
 from fsdp2prof.units import format_bytes, plural
 
 _GIGA = 1e9
+_NESTED = 1.25
+"""Times that operators of forward run again in backward, from which on checkpoints are called nested."""
 
 
 def enter_work(book: Book) -> None:
@@ -90,9 +92,24 @@ def _offload(book: Book) -> None:
     )
 
 
+def _recompute(book: Book) -> None:
+    """Enter recomputed forwards; those that run more than once again have a remedy."""
+    mine = book.take("recompute")
+    ran, again = (
+        sum(one.count for one in mine if one.why == "forwards" and one.phase == phase)
+        for phase in ("forward", "backward")
+    )
+    times = again / ran if ran else 1.0
+    if times < _NESTED:
+        book.enter(mine, "recomputation")
+        return
+    gain = sum(one.ns for one in mine) * min(1.0, times - 1)
+    book.enter(mine, "nested_checkpoints", gain_ns=gain, times=times)
+
+
 def _rest(book: Book) -> None:
     """Enter recomputation, copies, launch latency, useful compute, and what nothing explains."""
-    book.enter(book.take("recompute"), "recomputation")
+    _recompute(book)
     named = {"fsdp_copy": "fsdp_copies", "queued": "launch_latency", "unknown": "unknown_idle"}
     for cause in (*named, "compute"):
         mine = book.take(cause)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
 from fsdp2prof.analyzers.findings import listed
+from fsdp2prof.analyzers.layers import block_of
 from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence, find_in_variables, finding
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, UnshardedInfo
 from fsdp2prof.results.finding import EvidenceValue, Finding, Severity
@@ -80,6 +81,33 @@ def _large_root(evidence: RunEvidence) -> Iterator[Finding]:
             large=listed(large),
             modules=listed(large) or "its large modules",
         )
+
+
+def _forgotten_blocks(evidence: RunEvidence) -> Iterator[Finding]:
+    """Find numbered blocks that are left in the root while most of their siblings are units of their own."""
+    wrapped: dict[tuple[int, str], Counter[str]] = defaultdict(Counter)
+    left: dict[tuple[int, str], Counter[str]] = defaultdict(Counter)
+    for group in evidence.first.param_groups:
+        for one in group.parameters:
+            block = block_of(one.fqn)
+            blocks, _, number = block.rpartition(".")
+            if number.isdecimal():
+                size = group.shard_world_size * prod(one.padded_local_shape) * _item(one.dtype)
+                (wrapped if group.fqn else left)[group.root, blocks][block] += size
+    for (root, blocks), inside in left.items():
+        others = wrapped[root, blocks]
+        least = min(others.values(), default=0)
+        forgotten = [name for name, size in inside.items() if name not in others and 2 * size >= least]
+        held = sum(inside[name] for name in forgotten)
+        if forgotten and len(forgotten) <= len(others):
+            yield finding(
+                "blocks_not_wrapped",
+                {"blocks": forgotten, "bytes": held},
+                severity="medium" if held >= _TINY_BYTES else "low",
+                are="is" if len(forgotten) == 1 else "are",
+                others=len(others),
+                parent=blocks,
+            )
 
 
 def _not_reduced(evidence: RunEvidence) -> Iterator[Finding]:
@@ -379,6 +407,7 @@ _RULES: Sequence[Callable[[RunEvidence], Iterator[Finding]]] = (
     _wrappers,
     _root_only,
     _large_root,
+    _forgotten_blocks,
     _tiny_units,
     _outside,
     _optimizer,

@@ -18,6 +18,7 @@ import numpy as np
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.layers import family_name, fold_alike, natural_key
 from fsdp2prof.analyzers.means import known_sum, mean, rate
+from fsdp2prof.analyzers.steps import kinds_of_steps
 from fsdp2prof.analyzers.trace.accounting import Exposure, Timeline
 from fsdp2prof.analyzers.trace.collectives import Collectives
 from fsdp2prof.analyzers.trace.waits import WaitTable
@@ -30,6 +31,7 @@ from fsdp2prof.results.communication import (
     LayerTotal,
     PrefetchRow,
 )
+from fsdp2prof.results.trace import RankTrace
 from fsdp2prof.tables import IntArray, StepTable
 from fsdp2prof.vocabulary import PHASES, layer_name
 
@@ -151,6 +153,17 @@ def layer_rows(groups: Sequence[GroupRow], windows: int) -> list[LayerRow]:
     for row in groups:
         alike[row.fqn, row.phase, row.op, _group(row), row.dtype].append(row)
     return _worst_first(_mean(rows, windows) for rows in alike.values())
+
+
+def layer_rows_by_kind(groups: Sequence[GroupRow], ranks: Sequence[RankTrace]) -> list[LayerRow]:
+    """Return folded rows of each kind of steps apart, means over steps of that kind; nothing for one kind."""
+    kinds = kinds_of_steps(groups, ranks)
+    found = []
+    for steps in kinds.apart if kinds else ():
+        windows = sum(step.step in steps for rank in ranks for step in rank.steps)
+        rows = fold(layer_rows([row for row in groups if row.step in steps and row.count], windows))
+        found += [replace(row, steps=steps) for row in rows]
+    return found
 
 
 def fold(rows: Sequence[LayerRow]) -> list[LayerRow]:

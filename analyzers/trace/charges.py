@@ -19,7 +19,16 @@ from fsdp2prof.analyzers.steps import STEP_LABEL
 from fsdp2prof.analyzers.trace.evaluation import evaluation
 from fsdp2prof.analyzers.trace.idle import idle_parts
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
-from fsdp2prof.analyzers.trace.script import ANOMALY, LOOK_NS, WHY, Script, is_outside
+from fsdp2prof.analyzers.trace.script import (
+    ANOMALY,
+    FORWARDS,
+    LOOK_NS,
+    ONE_BY_ONE,
+    REBUILT,
+    WHY,
+    Script,
+    is_outside,
+)
 from fsdp2prof.analyzers.trace.spans import loading_rows
 from fsdp2prof.analyzers.trace.waits import charging_order
 from fsdp2prof.backends import kernel_name
@@ -45,6 +54,8 @@ cannot keep up leaves one after every kernel."""
 _MARGIN = 0.1
 """Part of a pause that may lie outside the range that is named for it."""
 _NAMED_PAUSES = 200
+_COUNTED = (ANOMALY, FORWARDS, ONE_BY_ONE, REBUILT)
+"""Why a charge has a count without time."""
 WORKERS = "workers"
 """Why a batch was not there, where worker processes make it."""
 
@@ -69,9 +80,15 @@ def rank_charges(tables: RankTables, rank: int) -> RankCharges:
 
 
 def _is_fsdps(tables: RankTables) -> BoolArray:
-    """Whether FSDP issued each collective for a module: inside one of its labels, if the trace has any."""
-    collectives = tables.collectives
+    """Whether FSDP issued each collective for a module: inside one of its labels, if the trace has any.
+
+    All-reduces inside them are a hook's on gradients where no group has replicas.
+    """
+    collectives, manifest = tables.collectives, tables.manifest
     of_module = collectives.table.fqn.codes >= 0
+    if manifest is not None and manifest.param_groups:
+        replicated = any(group.replicate_world_size > 1 for group in manifest.param_groups)
+        of_module &= replicated | ~collectives.table.op.equals("all_reduce")
     row = find_rows(tables.phases, collectives.thread, collectives.table.issue_ns)
     labelled = of_module & ~tables.phases.activity.lookup(row).equals("compute")
     return labelled if labelled.any() else of_module
@@ -100,6 +117,13 @@ class _Charging:
         self._script = Script(tables)
         for step, checks in self._script.gradient_checks():
             self._add(step, "compute", 0, phase="backward", why=ANOMALY, count=checks)
+        for step, operators in self._script.operators_of_optimizers():
+            self._add(step, "compute", 0, phase="optimizer", why=ONE_BY_ONE, count=operators)
+        for step, iterators, line in self._script.new_iterators():
+            self._add(step, "data_loader", 0, site=line, why=REBUILT, count=iterators)
+        for step, ran, again in self._script.forward_operators():
+            self._add(step, "recompute", 0, phase="forward", why=FORWARDS, count=ran)
+            self._add(step, "recompute", 0, phase="backward", why=FORWARDS, count=again)
         analysed = set(tables.windows.step.tolist())
         passes = [one for one in evaluated.passes if one[0] in analysed]
         times = np.array(passes, dtype=np.int64).reshape(-1, 3)
@@ -112,7 +136,7 @@ class _Charging:
         return [
             _with(key, ns, count, size)
             for key, (ns, count, size) in self._sums.items()
-            if ns or (count and (key.cause == "evaluation" or key.why == ANOMALY))
+            if ns or (count and (key.cause == "evaluation" or key.why in _COUNTED))
         ]
 
     def _add(

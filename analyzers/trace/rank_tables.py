@@ -8,7 +8,7 @@ Kernels that may be communication under an unknown name: those that run beside c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +42,7 @@ from fsdp2prof.analyzers.trace.collectives import Collectives, collect
 from fsdp2prof.analyzers.trace.waits import WaitTable, charging_order, find_waits
 from fsdp2prof.backends import kernel_name
 from fsdp2prof.labels import AUTOGRAD_NODE
-from fsdp2prof.manifest import HostSpan, RankManifest
+from fsdp2prof.manifest import HostSpan, HostStep, RankManifest
 from fsdp2prof.results.step import IncompleteStep
 from fsdp2prof.tables import (
     BoolArray,
@@ -61,6 +61,10 @@ _TORCH = "at::"
 """Namespace of torch's own kernels."""
 _OPERATOR = "aten::"
 """What launches compute from torch."""
+_POWER_CAP = "power_cap"
+"""Reason for a lower clock that every GPU has under full load."""
+_MOST_THROTTLED = 0.05
+"""Part of a step's CPU time that a container's quota may keep its processes waiting."""
 _NAMED = 3
 
 
@@ -303,6 +307,7 @@ def rank_tables(
         warnings=[
             *_missing_records(trace, manifest, device, calls, incomplete, wanted),
             *_disagreements(trace, manifest),
+            *_held_back(trace, manifest),
             *trace.warnings,
             *warnings,
         ],
@@ -359,6 +364,32 @@ def _disagreements(trace: Trace, manifest: RankManifest | None) -> list[str]:
         for what, here, there in pairs
         if here is not None and there is not None and here != there
     ]
+
+
+def _held_back(trace: Trace, manifest: RankManifest | None) -> list[str]:
+    """Say in which recorded steps the GPU's clock was lowered, or a quota kept the container waiting."""
+    lowered: dict[str, list[int]] = {}
+    quota: list[HostStep] = []
+    for step in [] if manifest is None else manifest.host_steps:
+        for reason in set(step.slowed_by or ()) - {_POWER_CAP}:
+            lowered.setdefault(reason, []).append(step.step)
+        if (step.quota_throttled_ns or 0) > _MOST_THROTTLED * step.cpu_time_ns:
+            quota.append(step)
+    told = [
+        f"{printable(reason)} lowered the GPU's clock in {_steps(steps)} (NVML): check its cooling and power"
+        for reason, steps in sorted(lowered.items())
+    ]
+    if quota:
+        stopped = format_ns(sum(one.quota_throttled_ns or 0 for one in quota) // len(quota))
+        told.append(
+            f"the container's CPU quota was used up for {stopped} a step in "
+            f"{_steps([one.step for one in quota])}: raise its CPU limit"
+        )
+    return [f"{trace.source}: {line}" for line in told]
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
 
 
 def phase_labels(trace: Trace) -> LabelTable:

@@ -9,8 +9,9 @@ stretches of the same sequence.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +21,7 @@ from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
+from fsdp2prof.analyzers.trace.spans import loading_rows
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.tables import BoolArray, IntArray, Strings, Table
 
@@ -31,6 +33,17 @@ _LOOP, _OUTSIDE = 1, 2
 WHY = (None, "loop", "outside", "outside_loop")
 """Why the script's own work took time: a loop of small operators, or work outside of training."""
 ANOMALY = "anomaly"
+ONE_BY_ONE = "one_by_one"
+FORWARDS = "forwards"
+_OF_FORWARD = frozenset(
+    f"aten::{name}"
+    for name in ("linear", "layer_norm", "group_norm", "batch_norm", "scaled_dot_product_attention", "conv1d",
+                 "conv2d", "conv3d")
+)  # fmt: skip
+"""Operators that autograd's formulas never call: in backward, checkpoints run them again."""
+REBUILT = "rebuilt"
+_SEED = "aten::random_"
+_OF_MANY = re.compile("_foreach_|_fused_")
 HOOK = ", a hook)"
 """How a line ends that a module called, and not as its forward."""
 _CHECK = "aten::_is_any_true"
@@ -43,7 +56,8 @@ class Script:
 
     def __init__(self, tables: RankTables) -> None:
         self._tables = tables
-        self._loops = find_loops(tables)
+        self._threads = list(_threads(tables))
+        self._loops = find_loops(tables, self._threads)
 
     def at(
         self, time: IntArray, outside: BoolArray, *, looped: bool
@@ -79,6 +93,57 @@ class Script:
         at = intervals.containing(steps.start_ns, steps.end_ns, events.start_ns[rows])
         return list(Counter(steps.step[at[at >= 0]].tolist()).items())
 
+    def operators_of_optimizers(self) -> list[tuple[int, int]]:
+        """Return step and count of the operators in optimizers that each take one tensor.
+
+        Nothing where they compute matrix products: such an optimizer works on each matrix by its nature.
+        """
+        tables = self._tables
+        found: Counter[int] = Counter()
+        for rows, place in self._threads:
+            mine = rows[tables.phases.phase.lookup(place).equals("optimizer")]
+            names = tables.trace.events.name.take(mine)
+            if names.matches(_PRODUCTS.__contains__).any():
+                return []
+            mine = mine[~names.matches(lambda name: _OF_MANY.search(name) is not None)]
+            at = intervals.containing(
+                tables.analysed.start_ns, tables.analysed.end_ns, tables.trace.events.start_ns[mine]
+            )
+            found.update(tables.analysed.step[at[at >= 0]].tolist())
+        return list(found.items())
+
+    def forward_operators(self) -> list[tuple[int, int, int]]:
+        """Return step and counts of operators that only a forward calls: in forward, again in backward."""
+        tables = self._tables
+        counts: dict[int, Counter[str]] = defaultdict(Counter)
+        for rows, place in self._threads:
+            only = tables.trace.events.name.take(rows).matches(_OF_FORWARD.__contains__)
+            mine, phase = rows[only], tables.phases.phase.lookup(place[only])
+            at = intervals.containing(
+                tables.analysed.start_ns, tables.analysed.end_ns, tables.trace.events.start_ns[mine]
+            )
+            for step, name in zip(tables.analysed.step[at].tolist(), phase.to_list(), strict=True):
+                counts[step][name or ""] += 1
+        return [(step, of["forward"], of["backward"]) for step, of in counts.items() if of["backward"]]
+
+    def new_iterators(self) -> list[tuple[int, int, str | None]]:
+        """Return step, count and line of the data loaders' iterators that are made in it.
+
+        Each draws a seed for its workers before its first batch; batches alone draw none.
+        """
+        tables = self._tables
+        events = tables.trace.events
+        found: list[tuple[int, str | None]] = []
+        loading = loading_rows(tables.trace, tables.phases)
+        for rows, place in self._threads if len(loading) else ():
+            drawn = events.name.take(rows).equals(_SEED) & is_outside(tables.phases.phase.lookup(place))
+            start = events.start_ns[rows[drawn]]
+            line, away = tables.sighted.lines.nearest(start)
+            lines = tables.sighted.lines.line.lookup(np.where(away <= _NEAR_NS, line, -1))
+            at = intervals.containing(tables.analysed.start_ns, tables.analysed.end_ns, start)
+            found += zip(tables.analysed.step[at].tolist(), lines.to_list(), strict=True)
+        return [(step, count, site) for (step, site), count in Counter(found).items()]
+
     def _before_backward(self, time: IntArray) -> BoolArray:
         """Whether backward is the next phase of the host."""
         starts, backward = self._starts
@@ -103,11 +168,15 @@ def is_outside(phase: Strings) -> BoolArray:
 
 _REPEATS = 16
 """Times that a sequence repeats, from which on it is a loop."""
+_SHORT = 4
+"""Times from which on it is one if it computes nothing with parameters and comes back, ``_REPEATS`` times a
+step in all: attention head by head, in every layer."""
 _LONGEST = 64
 """Operators in one pass of a loop."""
 _SMALL_NS = 250_000
 """Mean time between two operators above which each is work of its own."""
-_PRODUCTS = frozenset({*PRODUCTS, "aten::linear", "aten::matmul", "aten::embedding", "aten::layer_norm"})
+_OF_PARAMETERS = frozenset({"aten::linear", "aten::addmm", "aten::embedding"})
+_PRODUCTS = frozenset({*PRODUCTS, *_OF_PARAMETERS, "aten::matmul", "aten::layer_norm"})
 """Operators of layers: without a manifest, a sequence with one may be a stack of layers."""
 
 
@@ -122,13 +191,19 @@ class Loops(Table):
     """Python line of the loop, or of the forward that a backward is of; null where none was seen."""
 
 
-def find_loops(tables: RankTables) -> Loops:
+def find_loops(tables: RankTables, threads: Sequence[tuple[IntArray, IntArray]] | None = None) -> Loops:
     """Return the loops of a rank's analysed steps, with the backward of those in a forward or a loss.
 
     None where nothing tells forward from the optimizer, which goes through its parameters one by one.
     """
     labelled = tables.phases.phase.equals("forward").any()
-    found = [one for thread in _threads(tables) for one in _of_thread(tables, *thread)] if labelled else []
+    threads = threads if threads is not None else list(_threads(tables))
+    found = [one for thread in threads for one in _of_thread(tables, *thread)] if labelled else []
+    repeats: Counter[frozenset[str | None]] = Counter()
+    for one in found:
+        repeats[one.names] += one.repeats
+    least = _REPEATS * max(1, len(tables.analysed))
+    found = [one for one in found if one.repeats >= _REPEATS or repeats[one.names] >= least]
     forward = [one for one in found if one.phase != "backward"]
     lines = _lines(tables, forward)
     origins: dict[str | None, Counter[str]] = defaultdict(Counter)
@@ -160,6 +235,7 @@ class _Loop:
     fqn: str | None
     names: frozenset[str | None]
     operators: int
+    repeats: int
 
 
 def _lines(tables: RankTables, loops: list[_Loop]) -> dict[frozenset[str | None], str]:
@@ -202,9 +278,10 @@ def _of_thread(tables: RankTables, rows: IntArray, place: IntArray) -> Iterator[
     step = intervals.containing(tables.analysed.start_ns, tables.analysed.end_ns, events.start_ns[rows])
     modules = _modules(tables)
     taken, of_fsdp = np.zeros(len(rows), dtype=np.bool_), (place >= 0) & ~own
-    for period in range(1, min(_LONGEST, len(rows) // _REPEATS) + 1):
+    for period in range(1, min(_LONGEST, len(rows) // _SHORT) + 1):
         same = (key[period:] == key[:-period]) & (step[period:] == step[:-period])
-        for first, last in _runs(same, (_REPEATS - 1) * period):
+        least = _REPEATS if period == 1 else _SHORT
+        for first, last in _runs(same, (least - 1) * period):
             last += period
             if taken[first:last].any() or phase[first] == "optimizer" or of_fsdp[first:last].any():
                 continue
@@ -213,10 +290,16 @@ def _of_thread(tables: RankTables, rows: IntArray, place: IntArray) -> Iterator[
             inside = frozenset(names[at] for at in range(first, first + period))
             layers = modules.get(fqn[first] or "") if fqn[first] is not None else 0
             stack = repeats <= layers if layers is not None else any(_of_layer(name or "") for name in inside)
+            if repeats < _REPEATS:
+                stack = any(_has_parameters(name or "") for name in inside)
             if stack or end - start > _SMALL_NS * (last - first):
                 continue
             taken[first:last] = True
-            yield _Loop(start, end, phase[first] or "other", fqn[first], inside, last - first)
+            yield _Loop(start, end, phase[first] or "other", fqn[first], inside, last - first, repeats)
+
+
+def _has_parameters(name: str) -> bool:
+    return name in _OF_PARAMETERS or "conv" in name or "norm" in name
 
 
 def _of_layer(name: str) -> bool:

@@ -25,6 +25,7 @@ from fsdp2prof.analyzers.trace.by_layer import (
     fold,
     late_rows,
     layer_rows,
+    layer_rows_by_kind,
     layer_totals,
     overlap_frac,
 )
@@ -243,6 +244,7 @@ def summarise(analysis: TraceAnalysis) -> TraceAnalysis:
         by_rank=by_rank,
         by_layer=by_layer,
         by_layer_folded=fold(by_layer),
+        by_layer_and_kind=layer_rows_by_kind(analysis.groups, analysis.ranks),
         layers=layer_totals(by_layer),
         cross_rank=sum_up(analysis.cross_rank, len(analysis.ranks), analysed_ns),
         late=late_rows(analysis.prefetch, windows),

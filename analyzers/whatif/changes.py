@@ -7,14 +7,14 @@ from the bytes of the all-gathers that it keeps.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 from statistics import median
 
-from fsdp2prof.analyzers.layers import numbered
+from fsdp2prof.analyzers.layers import block_of, numbered
 from fsdp2prof.analyzers.whatif.edits import (
     Gather,
     batches_at_hand,
@@ -23,13 +23,14 @@ from fsdp2prof.analyzers.whatif.edits import (
     reduced_once,
     resharded,
 )
-from fsdp2prof.analyzers.whatif.program import Activity, Job, Point
+from fsdp2prof.analyzers.whatif.program import Activity, Job, Point, RankProgram
 from fsdp2prof.analyzers.whatif.run import Pace
 from fsdp2prof.errors import UsageError
+from fsdp2prof.labels import is_root
 
 _SETTINGS = (
     "reshard, sync, bandwidth, compute, forward_prefetch, backward_prefetch, reduce_dtype, "
-    "separate_reduce_scatter_group, mesh"
+    "separate_reduce_scatter_group, wrap, mesh"
 )
 OTHER_HARDWARE = frozenset({"bandwidth", "compute"})
 """Changes that no script makes."""
@@ -86,6 +87,7 @@ def parse_change(text: str, others: Mapping[str, Callable[[str], Change]] | None
         "backward_prefetch": _backward_prefetch,
         "reduce_dtype": _reduce_dtype,
         "separate_reduce_scatter_group": _separate,
+        "wrap": _wrap,
         **(others or {}),
     }
     if not equals or name not in makers:
@@ -117,7 +119,7 @@ def single_changes(job: Job, stragglers: Sequence[int] = ()) -> list[Change]:
     texts = [
         "forward_prefetch=1", "forward_prefetch=2", "backward_prefetch=2", "reshard=never", "reshard=default",
         "reshard=always", "sync=last", "reduce_dtype=bfloat16", "separate_reduce_scatter_group=yes",
-        "bandwidth=2x", "compute=1.2x",
+        "wrap=blocks", "bandwidth=2x", "compute=1.2x",
     ]  # fmt: skip
     late = [[rank] for rank in stragglers] if len(job) > 1 else []
     if 1 < len(stragglers) < len(job):
@@ -330,6 +332,63 @@ def _separate(value: str) -> Change:
     return Change(
         "separate_reduce_scatter_group", value, "a communicator of their own for reduce-scatters", apply
     )
+
+
+def _wrap(value: str) -> Change:
+    if value != "blocks":
+        raise UsageError(f"--set wrap={value}: write blocks")
+
+    def apply(changed: Changed) -> Changed:
+        sent = [
+            one for program in changed.job for one in program.activities.values() if one.kind == "collective"
+        ]
+        merged = [units for program in changed.job for units in _units_of_blocks(program)]
+        if not merged:
+            raise NotApplicableError("no block has several FSDP units, or the traces name none")
+        floor, pace = latencies(sent), changed.pace
+        together: dict[int, Sequence[Activity]] = {}
+        for units in merged:
+            first = units[0].op == "all_gather"
+            carrier = units[0] if first else units[-1]
+            together |= {id(one): units if one is carrier else () for one in units}
+
+        def activity_ns(one: Activity) -> int:
+            units = together.get(id(one))
+            if units is None:
+                return pace.activity_ns(one)
+            times = [pace.activity_ns(unit) for unit in units]
+            latency = min([*times, floor.get((one.op, one.group), 0)]) if times else 0
+            return sum(times) - latency * max(0, len(times) - 1)
+
+        sizes = [[max(0, one.payload_bytes) for one in units] for units in merged]
+        more = 2 * max(sum(each) - max(each) for each in sizes)  # a unit in use, and the next one
+        return replace(
+            changed,
+            pace=replace(pace, activity_ns=activity_ns),
+            memory_bytes=None if changed.memory_bytes is None else changed.memory_bytes + more,
+            assumptions=(
+                *changed.assumptions,
+                "a block's units are gathered with its first and reduced with its last, one latency each; "
+                "what the host does for every unit stays, so that the gain is a lower bound",
+            ),
+        )
+
+    return Change("wrap", value, "one FSDP unit for each block", apply)
+
+
+def _units_of_blocks(program: RankProgram) -> list[list[Activity]]:
+    """Return the collectives of each block that has several FSDP units, in the order in which they ran."""
+    seen: Counter[tuple[int, str, str, str]] = Counter()
+    found: dict[tuple[int, str, str, str, str, int], list[Activity]] = defaultdict(list)
+    for one in sorted(program.activities.values(), key=lambda one: one.start):
+        if one.kind != "collective" or one.op not in ("all_gather", "reduce_scatter") or not one.fqn:
+            continue
+        if is_root(one.fqn):
+            continue
+        unit = one.step, one.phase, one.op, one.fqn
+        found[one.step, one.phase, one.op, one.group, block_of(one.fqn), seen[unit]].append(one)
+        seen[unit] += 1
+    return [units for units in found.values() if len(units) > 1]
 
 
 # What is gathered when.

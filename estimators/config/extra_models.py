@@ -86,12 +86,14 @@ class ExtraModelsText:
     @property
     def values(self) -> str:
         """As a person writes them."""
-        return "[reference|reward=]MODEL,..."
+        return "none|[reference|reward=]MODEL,..."
 
     def read(self, value: Any) -> ExtraModels | None:
         """Return the models."""
         if value is None or isinstance(value, ExtraModels):
             return value
+        if value == "none":
+            return None
         if not isinstance(value, str):
             raise ValueError(f"{value!r} must be text")
         if len(value) > _LONGEST:

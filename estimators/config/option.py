@@ -54,6 +54,8 @@ class Option:
     """Whether the short help lists it."""
     memory_only: bool = False
     """It changes nothing but memory."""
+    planned: bool = False
+    """A plan decides it."""
 
     @property
     def shown_default(self) -> str:
@@ -65,13 +67,9 @@ class Option:
         return ",".join(self.default) if isinstance(self.default, tuple) else str(self.default)
 
 
-def option(
-    default: Any, kind: Kind, help: str, *, group: str, everyday: bool = False, memory_only: bool = False
-) -> Any:
+def option(default: Any, kind: Kind, help: str, *, group: str, **more: bool) -> Any:
     """A dataclass field that is an option."""
-    declared = Option(
-        default=default, kind=kind, help=help, group=group, everyday=everyday, memory_only=memory_only
-    )
+    declared = Option(default=default, kind=kind, help=help, group=group, **more)
     return field(default=default, metadata={_KEY: declared})
 
 

@@ -113,6 +113,7 @@ class PolicySpec:
         Integer(1, _MOST_TOKENS),
         "Sequences per rank and micro-batch; pairs of them with loss=dpo.",
         everyday=True,
+        planned=True,
     )
     seq_len: int = of_batch(
         4096,
@@ -133,27 +134,30 @@ class PolicySpec:
         None, ImageSizeText(), "Image size in pixels, where the vision tower accepts any size."
     )
     grad_accum: int = of_batch(
-        1, Integer(1, _MOST_REPEATS), "Micro-batches per optimizer step.", everyday=True
+        1, Integer(1, _MOST_REPEATS), "Micro-batches per optimizer step.", everyday=True, planned=True
     )
     sync: Sync = of_batch(
         "last",
         Words(words=get_args(Sync)),
         "Reduce gradients after the last micro-batch only, or after each.",
+        planned=True,
     )
     wrap: tuple[str, ...] = of_sharding(
         ("block",),
         Names("block, root, class names or module names"),
         "Units to shard in addition to the root: block, a class, a module (* matches one name); a+b in one "
         "call; root alone shards nothing else.",
+        planned=True,
     )
     reshard: Reshard | ByUnit = of_sharding(
         "default",
         PerUnit(Words(words=get_args(ReshardRule), number="a number of ranks"), "default"),
         "After forward: fully_shard's own rule (not the root), torchtitan's (nor what follows the last "
         "block, or that block), all, none, or to K ranks; some units differently, as norm+output=never.",
+        planned=True,
     )
     reshard_root: bool | None = of_sharding(
-        None, Flag(unset=True, off="--keep-root"), "Overrides --reshard for the root."
+        None, Flag(unset=True, off="--keep-root"), "Overrides --reshard for the root.", planned=True
     )
     param_dtype: str | ByUnit | None = of_precision(
         "bfloat16",
@@ -195,6 +199,7 @@ class PolicySpec:
         ),
         "Activation checkpointing: of every block, selective by operator, or of every K-th block.",
         everyday=True,
+        planned=True,
     )
     optimizer: str = of_training(
         "adamw",
@@ -236,6 +241,7 @@ class PolicySpec:
         Flag(unset=True),
         "Under tensor parallelism keep the logits sharded over the vocabulary; not given, built-in models do "
         "and Hugging Face's own plans gather them.",
+        planned=True,
     )
     forward_prefetch: Prefetch | ByUnit = of_sharding(
         0, PerUnit(Prefetched(MOST_LAYERS), 0), "Blocks prefetched explicitly in forward, or units by name."
@@ -250,6 +256,7 @@ class PolicySpec:
         PerUnit(YesNo(), True),
         "Whether parameters are gathered for backward; no for units whose backward needs none, as "
         "tok_embeddings=no.",
+        planned=True,
     )
     separate_reduce_scatter_group: bool = of_sharding(
         False, Flag(), "A separate communicator for reduce-scatter."
@@ -260,6 +267,7 @@ class PolicySpec:
         False,
         Flag(),
         "Asynchronous tensor parallelism: the compiler runs products beside their gathers and scatters.",
+        planned=True,
     )
     float8: Float8 | None = of_precision(
         None,
@@ -295,17 +303,20 @@ class PolicySpec:
         Flag(unset=True, off="--attention-is-recomputed"),
         "Whether ac=op saves attention's results; torchtitan's list had those of flash and efficient alone "
         "until December 2025.",
+        planned=True,
     )
     ac_saves: tuple[str, ...] | None = of_checkpointing(
         None,
         Names("_c10d_functional.all_to_all_single", none=True),
         "Further operators whose results ac=op saves, such as _c10d_functional.all_to_all_single.",
+        planned=True,
     )
     ac_recomputes: tuple[str, ...] | None = of_checkpointing(
         None,
         Names("router.gate", none=True),
         "Linear layers, by a part of their name, whose matrix products (and all of the same shape) ac=op "
         "recomputes and does not count; other blocks are unaffected.",
+        planned=True,
     )
     norm: Norm | None = of_software(
         None,
@@ -339,6 +350,7 @@ class PolicySpec:
         0,
         Integer(0, MOST_LAYERS),
         "Pipeline stage to estimate; the first holds the embedding, the last norm and head.",
+        planned=True,
     )
     pp_schedule: PipelineSchedule = of_parallelism(
         "1f1b",
@@ -355,6 +367,7 @@ class PolicySpec:
         ),
         "Pipeline schedule: one stage a rank (1f1b, gpipe, zb1p), two in a V (zbv), or K stages a "
         "rank; zb1p and zbv are the zero-bubble schedules.",
+        planned=True,
     )
     extra_model: ExtraModels | None = of_training(
         None,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2prof.errors import ModelError
@@ -252,6 +252,10 @@ def _with_backward_at_once(module: nn.Module, fqn: str, batch: Batch, pieces: in
             hidden = logits_of(module(*batch.args, **batch.named))
         finally:
             owner.register_module(name, head)
+        mesh = None
+        if isinstance(hidden, DTensor):  # divided by sequence: torchtitan's last norm gathers it
+            mesh = hidden.device_mesh
+            hidden = hidden.redistribute(mesh, [Replicate()]).to_local()
         leaf = hidden.detach().flatten(0, 1).unsqueeze(0)
         gradient, total = torch.zeros_like(leaf, dtype=torch.float32), leaf.new_zeros((), dtype=torch.float32)
         parts = [part.contiguous().requires_grad_() for part in leaf.chunk(pieces, dim=1)]
@@ -266,7 +270,8 @@ def _with_backward_at_once(module: nn.Module, fqn: str, batch: Batch, pieces: in
         for part, labels in zip(parts, targets.flatten().chunk(len(parts)), strict=True):
             if unit is not None and part is parts[-1]:
                 unit.set_requires_gradient_sync(syncs, recurse=False)
-            logits = after(head(part)).flatten(0, 1).float()
+            given = part if mesh is None else DTensor.from_local(part, mesh, [Replicate()])
+            logits = after(head(given)).flatten(0, 1).float()
             loss = F.cross_entropy(logits, labels, reduction="sum") / targets.numel()
             loss.backward()  # type: ignore[no-untyped-call]
             total = total + loss.detach()

@@ -76,7 +76,10 @@ def estimate_comm_of_run(
 
 
 def _is_counted(manifest: RankManifest, infos: Sequence[ParamGroupInfo]) -> bool:
-    """Whether the recorder counted a root's collectives. Raises ``ModelError`` if captured steps differ."""
+    """Whether the recorder counted a root's collectives.
+
+    Raises ``ModelError`` if captured steps differ, and if only the first one was captured.
+    """
     varying = next((info for info in infos if info.counts_vary), None)
     if varying is not None:
         raise ModelError(
@@ -84,7 +87,13 @@ def _is_counted(manifest: RankManifest, infos: Sequence[ParamGroupInfo]) -> bool
             "step: no step represents all; record steps that are alike (--wait, --active), or say the "
             "micro-batches of a plain step with --grad-accum"
         )
-    return bool(manifest.roots) and all(info.counts_vary is False for info in infos)
+    counted = bool(manifest.roots) and all(info.counts_vary is False for info in infos)
+    if not counted and list(manifest.traced_steps) == [0]:
+        raise ModelError(
+            "only the training's first step was recorded, whose collectives are not counted: record later "
+            "ones (--wait 1), or say the micro-batches of a plain step with --grad-accum"
+        )
+    return counted
 
 
 def _add_counted(infos: Sequence[ParamGroupInfo], manifest: RankManifest, ledger: Ledger) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.choices import ChunkedBackward, ChunkedBlocks, ChunkedVocabulary
+from fsdp2prof.estimators.config.choices import ChunkedBlocks, ChunkedVocabulary
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.model import Model
@@ -30,11 +30,6 @@ class Losses(Technique):
             raise ModelError(
                 f"loss={policy.loss}: {whose} needs the whole head, and tensor parallelism divides it: use "
                 "loss=compiled, or chunked:8"
-            )
-        if isinstance(policy.loss, ChunkedBackward) and plan.divides_sequence:
-            raise ModelError(
-                f"loss={policy.loss} over hidden states that tensor parallelism divides by sequence is not "
-                "modelled: use chunked:8"
             )
         if policy.loss_in_pieces and model.config is not None and policy.loss_parallel is False:
             raise ModelError(

@@ -50,8 +50,11 @@ class _End:
 
 
 def speed_class(mesh: MeshSpec, policy: PolicySpec, hardware: HardwareSpec) -> str:
-    """Return the name in ``ranges.yaml`` of the margin of a run."""
-    if policy.torch is None:
+    """Return the name in ``ranges.yaml`` of the margin of a run.
+
+    The rows behind the margins of known software train all parameters, so adapters have the wider one.
+    """
+    if policy.torch is None or policy.lora is not None:
         return "speed_with_software_open"
     if not hardware.is_tried and hardware.host_operator_ns is None:  # `bench` measures it with all rates
         return "speed_on_untried_parts"

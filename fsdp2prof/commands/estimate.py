@@ -2,54 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import replace
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import click
-from click.core import ParameterSource
 
-from fsdp2prof.commands.help import (
-    BATCH,
-    CLUSTER,
-    INPUT,
-    MODEL,
-    OUTPUT,
-    RUN,
-    SOFTWARE,
-    Group,
-    Heading,
-    with_options,
-)
-from fsdp2prof.commands.options import (
-    CONFIG_OPTIONS,
-    IN_A_NODE,
-    MEASURED,
-    MODEL_OPTIONS,
-    Place,
-    complete_model,
-    complete_stack,
-    measured_of,
-    place_options,
-    refuse_given,
-)
+from fsdp2prof.commands.description import PLACE_NAMES, described_options
+from fsdp2prof.commands.help import BATCH, CLUSTER, INPUT, MODEL, OUTPUT, Group
+from fsdp2prof.commands.options import IN_A_NODE, MEASURED, Place, measured_of, refuse_given
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.errors import UsageError
-from fsdp2prof.estimators.config.option import Flag, Integer, Option, options_of
+from fsdp2prof.estimators.config.option import options_of
 from fsdp2prof.estimators.config.policy import PolicySpec
 
 if TYPE_CHECKING:
     from fsdp2prof.workflows.estimate import Described
 
-_POLICY = "policy_"
-"""What the names of a policy's options begin with among a command's arguments."""
-
 _OF_ANY_STEP = {"--grad-accum", "--sync"}
 """Policy that does not change the parameter groups."""
 
-_PLACE = frozenset(("hardware", "gpus_per_node", "network", "nics_per_node"))
 _MEMORY_ALONE = frozenset(name for name, declared in options_of(PolicySpec).items() if declared.memory_only)
 _OF_A_CHECKPOINT = frozenset(
     (
@@ -67,9 +38,6 @@ _OF_A_CHECKPOINT = frozenset(
 )
 """Policy that decides what a checkpoint holds: parameters and state, of which dtype, on which rank."""
 
-_MODEL = "MODEL"
-"""Placeholder of options that take a model."""
-
 
 @click.group(cls=Group)
 def estimate() -> None:
@@ -80,106 +48,8 @@ def estimate() -> None:
     """
 
 
-def _policy_option(name: str, declared: Option) -> Callable[[Any], Any]:
-    """The command-line option of one field of ``PolicySpec``."""
-    kind, default = declared.kind, declared.shown_default
-    flag = f"--{name.replace('_', '-')}"
-    attributes: dict[str, Any] = {"help": f"{declared.help} [{default}]" if default else declared.help}
-    if isinstance(kind, Flag):
-        flag = f"{flag}/{kind.off or flag.replace('--', '--no-', 1)}"
-        attributes["is_flag"] = True
-    elif isinstance(kind, Integer):
-        attributes["type"] = int
-    else:
-        attributes["metavar"] = kind.values
-        if kind.values == _MODEL:
-            attributes["shell_complete"] = complete_model
-    return Heading(declared.group)(
-        flag, f"{_POLICY}{name}", everyday=declared.everyday, default=None, **attributes
-    )
-
-
 _TRAINING = click.argument("training", nargs=-1, type=click.UNPROCESSED, metavar="[-- CMD...]")
 """A training that is run for its estimate."""
-
-_INPUT_OPTIONS = (
-    *MODEL_OPTIONS,
-    RUN.everyday(
-        "--mesh",
-        help="For example dp_replicate=4,dp_shard=8; also tp, cp, pp, ep. -1 is computed from --world-size.",
-    ),
-    *CONFIG_OPTIONS,
-    RUN(
-        "--config",
-        type=click.Path(path_type=Path, exists=True, dir_okay=False),
-        help="The same options as a YAML or TOML file; options on the command line win.",
-    ),
-    RUN(
-        "--from-run",
-        type=click.Path(path_type=Path),
-        help="Read mesh, policy and software from a recorded run.",
-    ),
-    SOFTWARE(
-        "--stack",
-        shell_complete=complete_stack,
-        help="The software of a known training program (torchtitan-2024-12): wrapping, precision, torch, "
-        "kernels, allocator; other options win.",
-    ),
-    *(_policy_option(name, declared) for name, declared in options_of(PolicySpec).items()),
-    place_options(
-        "Accelerator (h100-sxm), a memory size (80GiB), a YAML or JSON file that describes one, or what "
-        "nccl-tests printed, a file or a folder."
-    ),
-)
-
-
-def _input_options(*, unlisted: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add the options that describe a run; the command gets one ``described``, and ``place``.
-
-    One description serves every estimate; the help of one lists what changes it, and not ``unlisted``.
-    """
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
-        def with_description(
-            *,
-            config: Path | None,
-            from_run: Path | None,
-            trainer_files: tuple[Path, ...],
-            overrides: tuple[str, ...],
-            place: Place,
-            training: tuple[str, ...] = (),
-            **options: Any,
-        ) -> None:
-            from fsdp2prof.workflows.estimate import describe
-
-            given = {name: options.pop(name) for name in ("model", "layers", "mesh", "stack", "world_size")}
-            names = [name for name in options if name.startswith(_POLICY)]
-            policy = {name.removeprefix(_POLICY): options.pop(name) for name in names}
-            described = describe(
-                config=config,
-                from_run=from_run,
-                trainer_files=trainer_files,
-                overrides=overrides,
-                command=training,
-                given=_not_none({**given, "hardware": place.hardware}),
-                policy=_not_none(policy),
-            )
-            typed = click.get_current_context().get_parameter_source
-            placed = {name for name in _PLACE if typed(name) is ParameterSource.COMMANDLINE}
-            described = replace(described, given=described.given | placed)
-            command(described=described, place=place, **options)
-
-        decorated: Any = with_options(_INPUT_OPTIONS, with_description)
-        for one in decorated.__click_params__:
-            one.hidden = one.name.removeprefix(_POLICY) in unlisted
-        return cast("Callable[..., None]", decorated)
-
-    return decorate
-
-
-def _not_none(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
 
 
 @estimate.command(
@@ -187,7 +57,7 @@ def _not_none(options: dict[str, Any]) -> dict[str, Any]:
         "fsdp2prof estimate memory --model llama3-8b --mesh dp_shard=8 --seq-len 8192 --hardware h100-sxm"
     ]
 )
-@_input_options(unlisted=_PLACE - {"hardware"})
+@described_options(unlisted=PLACE_NAMES - {"hardware"})
 @_TRAINING
 @MEASURED
 @OUTPUT(
@@ -217,7 +87,7 @@ def memory(
 
 
 @estimate.command(examples=["fsdp2prof estimate comm --model qwen2-7b --mesh dp_replicate=2,dp_shard=8"])
-@_input_options(unlisted=_PLACE | _MEMORY_ALONE)
+@described_options(unlisted=PLACE_NAMES | _MEMORY_ALONE)
 @_TRAINING
 @BATCH(
     "--weight-sync",
@@ -250,7 +120,7 @@ def comm(described: Described, place: Place, weight_sync: str | None, output: Ou
         "fsdp2prof estimate step --model llama3-8b --mesh dp_shard=64 --seq-len 8192 --hardware h100-sxm"
     ]
 )
-@_input_options(unlisted=_MEMORY_ALONE)
+@described_options(unlisted=_MEMORY_ALONE)
 @MEASURED
 @CLUSTER(
     "--copy-engine-gathers",
@@ -320,7 +190,7 @@ def step(
 
 
 @estimate.command(examples=["fsdp2prof estimate checkpoint --model llama3-70b --mesh dp_shard=64"])
-@_input_options(unlisted=_PLACE | (options_of(PolicySpec).keys() - _OF_A_CHECKPOINT))
+@described_options(unlisted=PLACE_NAMES | (options_of(PolicySpec).keys() - _OF_A_CHECKPOINT))
 @CLUSTER.everyday("--bandwidth", help="Write bandwidth per rank and second, for example 2GB.")
 @output_options()
 def checkpoint(described: Described, place: Place, bandwidth: str | None, output: Output) -> None:

@@ -137,7 +137,9 @@ CONFIG_OPTIONS = (
         help="Override a key of --from-config: training.seq_len=4096.",
     ),
     RUN.everyday(
+        "--gpus",
         "--world-size",
+        "world_size",
         type=click.IntRange(1),
         help="Number of ranks, for a mesh dimension of -1 or a configuration without a mesh.",
     ),

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from fsdp2prof.commands.help import BATCH, CLUSTER, COST, MODEL, SEARCH, Command
-from fsdp2prof.commands.options import (
-    CONFIG_OPTIONS,
-    MEASURED,
-    MODEL_OPTIONS,
-    Place,
-    complete_model,
-    measured_of,
-    place_options,
-)
+from fsdp2prof.commands.description import described_options
+from fsdp2prof.commands.help import BATCH, COST, SEARCH, Command
+from fsdp2prof.commands.options import MEASURED, Place, measured_of, place_options
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.errors import UsageError
+from fsdp2prof.estimators.config.option import options_of
+from fsdp2prof.estimators.config.policy import PolicySpec
 
 if TYPE_CHECKING:
     from fsdp2prof.estimators.planner.answers import Question
+    from fsdp2prof.workflows.estimate import Described
+
+_SELDOM = frozenset(("mesh", "batch_size", "grad_accum", "optimizer", "loss", "compile"))
+"""Of a description: --fix and --global-batch say as much."""
 
 
 @click.command(
@@ -33,18 +31,15 @@ if TYPE_CHECKING:
         "fsdp2prof plan --model llama3-8b --gpus 64 --hardware h100-sxm --global-batch 256 --seq-len 8192"
     ],
 )
-@MODEL.everyday("--model", shell_complete=complete_model, help="Built-in name, config.json, or factory.")
-@CONFIG_OPTIONS[0]
-@CONFIG_OPTIONS[1]
-@MODEL_OPTIONS[1]
-@CLUSTER.everyday("--gpus", type=click.IntRange(1), help="Number of GPUs; by default that of --from-config.")
-@place_options(
-    "Accelerator (h100-sxm), a YAML or JSON file that describes one, or what nccl-tests printed.",
-    required=True,
-    network="Network between the nodes.  [400gb-ib with several nodes]",
+@described_options(
+    seldom=_SELDOM | {name for name, option in options_of(PolicySpec).items() if option.planned},
+    place=place_options(
+        "Accelerator (h100-sxm), a YAML or JSON file that describes one, or what nccl-tests printed.",
+        required=True,
+        network="Network between the nodes.  [400gb-ib with several nodes]",
+    ),
 )
 @BATCH.everyday("--global-batch", type=click.IntRange(1), help="Sequences of one optimizer step, all ranks.")
-@BATCH.everyday("--seq-len", type=click.IntRange(1), help="Tokens of a sequence [4096].")
 @MEASURED
 @SEARCH.everyday(
     "--fix",
@@ -76,14 +71,9 @@ if TYPE_CHECKING:
 @SEARCH("--no-cache", is_flag=True, help="Execute again what an earlier plan executed.")
 @output_options()
 def plan(
-    model: str | None,
-    trainer_files: tuple[Path, ...],
-    overrides: tuple[str, ...],
-    layers: int | None,
-    gpus: int | None,
+    described: Described,
     place: Place,
     global_batch: int | None,
-    seq_len: int | None,
     measured: tuple[str, ...],
     fix: str,
     reserve: str,
@@ -99,7 +89,8 @@ def plan(
 ) -> None:
     """Search mesh, micro-batch, checkpointing and resharding for the most tokens per second.
 
-    Every configuration is scored from shallow executions of the model; the best one is run through the
+    The model and the batch of the description are kept: a line of `estimate`, or --from-config. Every
+    configuration is scored from shallow executions of the model; the best one is run through the
     engine of `estimate`, which gives the same numbers. Ctrl-C ends the search with the best so far.
     """
     question = _question(most, fewest)
@@ -107,22 +98,12 @@ def plan(
         raise UsageError("--refine is for a plan, not for --max or --min")
     from fsdp2prof.estimators.config.measured import Measured
     from fsdp2prof.estimators.planner.request import PlanRequest, parse_fixed
-    from fsdp2prof.workflows.estimate import anchors_of, describe
+    from fsdp2prof.workflows.estimate import anchors_of
     from fsdp2prof.workflows.plan import given_of, in_the_file
     from fsdp2prof.workflows.plan import plan as make
 
-    described = describe(
-        trainer_files=trainer_files,
-        overrides=overrides,
-        given={
-            name: value
-            for name, value in {"model": model, "layers": layers, "world_size": gpus}.items()
-            if value is not None
-        },
-        policy={} if seq_len is None else {"seq_len": seq_len},
-    )
     given = given_of(described)
-    gpus, global_batch = gpus or given.gpus, global_batch or given.global_batch
+    gpus, global_batch = given.gpus, global_batch or given.global_batch
     if gpus is None:
         raise UsageError("plan needs --gpus: all of them together")
     if global_batch is None and most != "batch-size":
@@ -136,7 +117,7 @@ def plan(
     if isinstance(known, Measured) and described.read is None:
         raise UsageError("--measured NAME=NUMBER is of the run of --from-config; name that, or give a file")
     with output.progress(f"planning {given.model.source} on {gpus:,} x {place.hardware}") as progress:
-        notes: list[str] = []
+        notes = [*given.notes]
         if known is not None:
             from fsdp2prof.estimators.step import anchored_on
 

@@ -37,7 +37,7 @@ from fsdp2prof.commands.output import Output, output_options
     metavar="NAME=VALUE",
     help="A change; several are made together: reshard=never|default|always, sync=last, "
     "forward_prefetch=N, backward_prefetch=N, reduce_dtype=bfloat16, separate_reduce_scatter_group=yes, "
-    "bandwidth=2x, compute=1.2x, mesh=dp_replicate=2,dp_shard=8.",
+    "wrap=blocks, bandwidth=2x, compute=1.2x, mesh=dp_replicate=2,dp_shard=8.",
 )
 @ANALYSIS.everyday(
     "--without",

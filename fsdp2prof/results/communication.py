@@ -69,6 +69,8 @@ class LayerRow:
     overlap_frac: float | None
     busbw_bytes_per_s: float | None
     """Bus bandwidth: wire bytes over the time they took."""
+    steps: list[int] = field(default_factory=list)
+    """The steps of one kind that the row is a mean of; empty: of all steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -198,6 +198,8 @@ class TraceAnalysis(Shown):
     """Worst exposed first."""
     by_layer_folded: list[LayerRow] = field(default_factory=list)
     """The same with alike layers folded; one much worse than its siblings keeps a row of its own."""
+    by_layer_and_kind: list[LayerRow] = field(default_factory=list)
+    """Folded rows of each kind of steps apart (models updated in turns); empty where all steps are alike."""
     layers: list[LayerTotal] = field(default_factory=list)
     """In the order of their names."""
     attribution: Attribution

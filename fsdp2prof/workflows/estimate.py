@@ -152,7 +152,8 @@ def describe(
     """
     if command:
         _refuse_beside_a_command(
-            {**given, "--from-run": from_run, "--config": config, "--from-config": trainer_files or None}
+            {**given, "--from-run": from_run, "--config": config, "--from-config": trainer_files or None},
+            command[0],
         )
         _refuse_decided_by_a_script(policy)
     manifest = None if from_run is None else _manifest(from_run)
@@ -198,12 +199,12 @@ def _refuse_decided_by_a_script(policy: Mapping[str, Any]) -> None:
         raise UsageError(f"--{idle[0].replace('_', '-')} would have no effect: the script decides it")
 
 
-def _refuse_beside_a_command(given: Mapping[str, Any]) -> None:
+def _refuse_beside_a_command(given: Mapping[str, Any], word: str) -> None:
     """Raise ``UsageError`` for what describes a run that the command describes."""
     idle = [name for name in given if given[name] is not None and name not in ("world_size", "hardware")]
     if idle:
         name = idle[0] if idle[0].startswith("-") else f"--{idle[0].replace('_', '-')}"
-        raise UsageError(f"{name} would have no effect: the command after -- runs unchanged")
+        raise UsageError(f"{name} would have no effect: {word!r} is read as a command, which runs unchanged")
 
 
 def _micro_batches(policy: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import msgspec
 import fsdp2prof
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.model import ModelSpec
+from fsdp2prof.estimators.config.option import options_of
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.planner.answers import Question, answer
 from fsdp2prof.estimators.planner.confirm import EngineMemory, check_memory, check_step
@@ -81,25 +82,11 @@ class Given:
     gpus: int | None
     global_batch: int | None
     """Sequences of one optimizer step."""
+    notes: Sequence[str] = ()
+    """What was given and is searched."""
 
 
-_SEARCHED: dict[str, Any] = {
-    "batch_size": 1,
-    "grad_accum": 1,
-    "sync": "last",
-    "wrap": ("block",),
-    "reshard": "default",
-    "reshard_root": None,
-    "ac": "none",
-    "attention_is_saved": None,
-    "ac_saves": None,
-    "ac_recomputes": None,
-    "async_tp": False,
-    "pp_schedule": "1f1b",
-    "pp_stage": 0,
-    "loss_parallel": None,
-    "unshard_in_backward": True,
-}
+_SEARCHED = {name: option.default for name, option in options_of(PolicySpec).items() if option.planned}
 """Options that a plan decides, as a search begins."""
 
 
@@ -107,12 +94,16 @@ def given_of(described: Described) -> Given:
     """Return what a plan keeps of a description. Raises as ``Described.spec``."""
     spec = described.spec()
     policy = replace(spec.policy, **_SEARCHED)
-    if described.read is None:
-        return Given(model=spec.model, policy=policy, gpus=None, global_batch=None)
+    idle = sorted(described.given & (_SEARCHED.keys() - {"batch_size", "grad_accum"}))
+    named = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
+    notes = [f"searched, so not taken from the description: {named}; --fix keeps an option"] * bool(idle)
+    if "mesh" not in described.values:
+        size = described.values.get("world_size")
+        return Given(model=spec.model, policy=policy, gpus=size, global_batch=None, notes=notes)
     mesh = spec.mesh
     ranks = mesh.dp_replicate * mesh.dp_shard
     batch = spec.policy.batch_size * spec.policy.grad_accum * ranks
-    return Given(model=spec.model, policy=policy, gpus=mesh.world_size, global_batch=batch)
+    return Given(model=spec.model, policy=policy, gpus=mesh.world_size, global_batch=batch, notes=notes)
 
 
 def in_the_file(made: Plan, described: Described, notes: Sequence[str]) -> Plan:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from fsdp2prof.estimators.config.hardware import HardwareSpec
+from fsdp2prof.estimators.config.mesh import MeshSpec
+from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.verdict.step_range import speed_class
+
 coverage = pytest.importorskip("benchmarks.coverage")
 
 
@@ -53,3 +58,11 @@ def test_an_anchor_takes_away_what_rows_share():
     assert abs(coverage._left(own, [other])) < 0.005
     apart = outcome("a", 0.0, error=-0.1, elasticities=[0.0, 1.0, 0.0], prior=[0.2, 0.2, 0.2])
     assert coverage._left(own, [apart]) == pytest.approx(-0.1)
+
+
+def test_adapters_have_the_margin_of_software_that_is_open() -> None:
+    mesh, part = MeshSpec(dp_shard=8), HardwareSpec.parse("h100-sxm")
+    whole = {"torch": "2.11", "seq_len": 4096}
+    adapted = {**whole, "lora": "r=8,targets=wq"}
+    assert speed_class(mesh, PolicySpec.from_mapping(whole), part) == "speed_of_sharded_models"
+    assert speed_class(mesh, PolicySpec.from_mapping(adapted), part) == "speed_with_software_open"

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +29,23 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     yield folder
     for name in ("knows_torch", "knows_none"):
         sys.modules.pop(name, None)
+
+
+def test_reasons_for_a_lowered_clock_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By NVML's bits; without pynvml nothing is known."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="12-34"))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert host._Gpu().slowed_by() is None
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID={"GPU-12-34": 7}.__getitem__,
+        nvmlDeviceGetCurrentClocksThrottleReasons={7: 0x1 | 0x4 | 0x40}.__getitem__,
+        NVMLError=RuntimeError,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert host._Gpu().slowed_by() == ["power_cap", "hardware_thermal_slowdown"]
 
 
 def test_libraries_that_know_no_torch_are_not_the_training(installed: Path) -> None:

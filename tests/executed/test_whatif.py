@@ -103,6 +103,30 @@ def test_a_change_gives_what_a_run_that_has_it_gives(kind: str, tmp_path: Path) 
         assert sum(result.breakdown_after_ns.values()) == pytest.approx(result.tried[0].step_ns)
 
 
+def test_one_unit_for_each_block_gains_at_least_what_is_said(tmp_path: Path) -> None:
+    """Collectives take 100 us and 5 us a million elements; a merged unit launches and computes as much."""
+
+    def unit(fqn: str, millions: int, parts: int) -> Layer:
+        links: dict[str, Any] = {
+            f"{op}_ns": 100_000 + 5_000 * millions for op in ("all_gather", "reduce_scatter")
+        }
+        links |= {"forward_ns": 40_002 * parts, "backward_ns": 80_004 * parts, "kernels": 2 * parts}
+        return Layer(fqn=fqn, numel=millions * 1_000_000, copy_ns=parts * 2_000, **links)
+
+    root = unit("", 6, 1)
+    fine = [unit(f"layers.{i}.{name}", 4, 1) for i in range(4) for name in ("attention", "mlp")]
+    coarse = [unit(f"layers.{i}", 8, 2) for i in range(4)]
+    result = tried(traces(tmp_path / "fine", schedule((root, *fine))), "wrap=blocks")
+    truth = analyze_trace(open_job(traces(tmp_path / "coarse", schedule((root, *coarse))))).totals.step_ns
+    assert truth is not None
+    assert result.tried[0].step_ns is not None
+    assert truth <= result.tried[0].step_ns <= 1.1 * truth
+    assert result.tried[0].step_ns < 0.85 * result.replayed_ns
+    assert result.tried[0].memory_bytes == 2 * 4_000_000 * 4
+    with pytest.raises(InputError, match="no block has several FSDP units"):
+        tried(tmp_path / "coarse", "wrap=blocks")
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_reducing_in_the_last_micro_batch_gives_what_a_run_that_does_so_gives(
     replicas: int, tmp_path: Path

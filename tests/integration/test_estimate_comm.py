@@ -194,6 +194,7 @@ def test_every_collective_of_a_step(case):
     "options",
     [
         {"wrap": ("block", "norm+output")},
+        {"wrap": ("block", "norm+output"), "tp": 2},
         {"wrap": ("block", "norm+output"), "reshard": "torchtitan", "grad_accum": 2},
         {"wrap": ("block", "norm+output"), "reshard": "always", "grad_accum": 2, "sync": "each"},
         {"wrap": ("block", "output"), "grad_accum": 2, "sync": "each"},
@@ -204,16 +205,18 @@ def test_every_collective_of_a_step(case):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
-def test_a_head_whose_backward_runs_in_the_forward(options):
+def test_a_head_whose_backward_runs_in_the_forward(options, monkeypatch):
     """Torch's labels call its reductions backward, this test's account forward: phases are left out."""
     options = dict(options)
-    config = tiny(tied=options.pop("tied", False))
-    policy, mesh = PolicySpec(**SIZES | options | {"loss": "chunked-backward:4"}), MeshSpec(dp_shard=4)
+    config, mesh = tiny(tied=options.pop("tied", False), vocab_size=96), MeshSpec(dp_shard=4)
+    monkeypatch.setitem(BUILTIN_MODELS, config.name, config)
+    mesh = replace(mesh, tp=options.pop("tp", 1))
+    policy = PolicySpec(**SIZES | options | {"loss": "chunked-backward:4"})
     sums: Counter[tuple[str, str]] = Counter()
     for (_, op, dtype, payload), count in executed(config, mesh, policy).items():
         sums[op, dtype] += count * payload
         sums[op, "count"] += count
-    for row in estimate(config, mesh, policy).groups:
+    for row in estimate_comm(ModelSpec(source=config.name), mesh, policy).groups:
         sums[row.op, row.dtype] -= row.payload_bytes
         sums[row.op, "count"] -= row.count
     assert not any(sums.values()), sums
@@ -511,6 +514,15 @@ def test_specifications_read_from_a_run_predict_the_same(recorded, script, nproc
     from_specs = estimate_comm(spec.model, spec.mesh, spec.policy).groups
     from_manifest = [replace(row, process_group=None) for row in estimate_comm_of_run(manifest).groups]
     assert sorted(map(repr, from_manifest)) == sorted(map(repr, from_specs))
+
+
+def test_a_first_step_alone_stands_for_none(recorded):
+    manifest = manifest_of(open_run(recorded("train_tiny_fsdp2", 2).run).ranks[0])
+    groups = [msgspec.structs.replace(group, counts_vary=None) for group in manifest.param_groups]
+    first = msgspec.structs.replace(manifest, param_groups=groups, traced_steps=[0])
+    with pytest.raises(ModelError, match="only the training's first step was recorded"):
+        estimate_comm_of_run(first)
+    assert estimate_comm_of_run(first, grad_accum=1).groups
 
 
 KEYS = ("fqn", "phase", "op", "process_group", "mesh_dim", "dtype", "group_size")

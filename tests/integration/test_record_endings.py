@@ -98,7 +98,8 @@ def test_of_a_small_disk(tmp_path: Path, limit: str) -> None:
         pytest.skip("mounting needs root and a kernel that allows it")
     alone = ended(script(), tmp_path / "alone")
     said = tmp_path / "said"
-    record = ["sh", "-c", f'exec "$@" 2>{said}', "sh", *RECORD, "-o", str(disk / "run"), "--"]
+    record = ["sh", "-c", f'exec "$@" 2>{said}', "sh", *RECORD, "--watch", "--summary"]
+    record += ["-o", str(disk / "run"), "--"]
     assert ended([*mounted, *record, *script()], tmp_path / "recorded") == alone
     assert alone[0] == 0
     assert "No space left on device" in said.read_text()
@@ -116,7 +117,7 @@ def test_of_a_disk_that_takes_no_more(tmp_path: Path) -> None:
 
 def test_of_few_file_descriptors(tmp_path: Path) -> None:
     def few() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))
 
     compare(tmp_path, script(), state={"complete"}, preexec_fn=few)
 
@@ -153,7 +154,11 @@ def test_of_two_records_into_one_directory(tmp_path: Path) -> None:
     assert (run / "run.json").read_bytes() == before
 
 
-@pytest.mark.parametrize(("how", "ranks"), [("raise", 2), ("SIGKILL", 2), ("agent", 2), ("none", 16)])
+OF_FOUR = [(how, 4) for how in ("raise", "SIGTERM", "SIGKILL")]
+SEVERAL = [("raise", 2), ("SIGKILL", 2), ("agent", 2), *OF_FOUR, ("none", 16)]
+
+
+@pytest.mark.parametrize(("how", "ranks"), SEVERAL)
 def test_of_several_ranks(tmp_path: Path, how: str, ranks: int) -> None:
     """``agent`` ends torchrun itself: its ranks, which nobody ends alone, do not outlive the recording."""
     command = torchrun(script_path("endings"), ranks, "--how", how)

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from fsdp2prof.manifest import RecordOptions
 from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.recorder.identity import Identity
-from fsdp2prof.recorder.rank import tracing
+from fsdp2prof.recorder.rank import captures, tracing
 from fsdp2prof.recorder.rank.session import RankSession
 from fsdp2prof.recorder.settings import Settings
 
@@ -355,3 +355,44 @@ def test_a_profiler_on_another_thread_that_the_training_waits_for(tmp_path):
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr[-3000:]
+
+
+def test_a_failure_on_another_thread_leaves_the_profiler_to_its_own(compare, monkeypatch):
+    """Theirs is exported on another thread while ours runs again; a trace that cannot be taken ends ours."""
+
+    def fail(*_):
+        raise OSError("no room")
+
+    monkeypatch.setattr(captures, "adopt_trace", fail)
+
+    def train(training):
+        began, over, ended, written = (threading.Event() for _ in range(4))
+
+        def watch():
+            with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("theirs"):
+                began.set()
+                over.wait(60)
+            ended.set()
+            written.wait(60)
+            training.write(profiler)
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        began.wait(60)
+        losses = []
+        for step in range(STEPS):
+            losses.append(training.step())
+            if step == 0:
+                over.set()
+                ended.wait(60)
+            if step == 1:  # ours runs, and has no whole step yet
+                written.set()
+                watching.join()
+        with profile(activities=[ProfilerActivity.CPU]):  # the process's profiler is free
+            training.step()
+        training.traces[0] = Counter({"theirs": 1})
+        return losses
+
+    with pytest.raises(AssertionError, match="trace and memory recording failed at step 2: no room"):
+        compare(train, wait=0, warmup=1, active=6, memory=False)
+    assert not torch.autograd._profiler_enabled()

@@ -70,7 +70,7 @@ def test_what_a_replicated_model_is_called(tmp_path: Path) -> None:
     assert (all_reduces[0], all_reduces[1].count) == ("all_reduce", 3)
 
 
-@pytest.mark.parametrize("note", [["x" * 100_000], ["é\n\x1b[31m"] * 2000], ids=["long", "many"])
+@pytest.mark.parametrize("note", [["x" * 100_000] * 10, ["é\n\x1b[31m"] * 2000], ids=["a-megabyte", "many"])
 def test_of_a_very_long_command_line(tmp_path: Path, note: list[str]) -> None:
     run = compare(tmp_path, [sys.executable, UNUSUAL, "--note", *note], state={"complete"})
     assert json.loads((run / "run.json").read_text())["command"][-len(note) :] == note
@@ -125,6 +125,16 @@ def test_of_stderr_that_nobody_reads(tmp_path: Path) -> None:
     )
     os.close(writer)
     assert (done.returncode, done.stdout) == ended([sys.executable, UNUSUAL], tmp_path / "alone")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_of_closed_streams(tmp_path: Path, closed: str) -> None:
+    without = ["sh", "-c", f'exec "$@" {closed}', "sh"]
+    alone = ended([*without, sys.executable, UNUSUAL], tmp_path / "alone")
+    record = [*RECORD, "-o", str(tmp_path / "run"), "--"]
+    assert ended([*without, *record, sys.executable, UNUSUAL], tmp_path / "recorded") == alone
+    assert alone[0] == 0
+    assert open_run(tmp_path / "run").info.state == "complete"
 
 
 def test_of_a_folder_that_is_named_from_here(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.results import MIB, MS, group, trace_analysis
 
 from fsdp2prof.analyzers.layers import fold_alike, fold_names, natural_key
-from fsdp2prof.analyzers.trace.by_layer import fold, layer_rows, layer_totals
+from fsdp2prof.analyzers.trace.by_layer import fold, layer_rows, layer_rows_by_kind, layer_totals
 from fsdp2prof.results.communication import LayerRow
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.vocabulary import layer_name
@@ -128,3 +128,19 @@ def test_names_with_numbers_of_any_length_are_sorted_and_folded() -> None:
     names = ["layers.10", long, "layers.9"]
     assert sorted(names, key=natural_key) == ["layers.9", "layers.10", long]
     assert [rows for _, rows in fold_names([(name, 0) for name in names])] == [[0], [1], [2]]
+
+
+def test_steps_of_models_updated_in_turns_have_rows_of_their_own() -> None:
+    """Of three steps, two reduce ``a`` and one ``b``: each once a step of its kind."""
+    analysis = trace_analysis()
+    (first, *_), ranks = analysis.ranks[0].steps, analysis.ranks[:1]
+    ranks = [replace(ranks[0], steps=[replace(first, step=step) for step in (3, 4, 5)])]
+    turns = [(3, "a"), (4, "b"), (5, "a")]
+    groups = [group(layer, "reduce_scatter", 0, step, exposed_ms=2) for step, layer in turns]
+    rows = layer_rows_by_kind(groups, ranks)
+    assert [(row.fqn, row.steps, row.count, row.exposed_ns) for row in rows] == [
+        ("a", [3, 5], 1, 2 * MS),
+        ("b", [4], 1, 2 * MS),
+    ]
+    assert layer_rows_by_kind([row for row in groups if row.fqn == "a"], ranks) != []
+    assert layer_rows_by_kind([replace(row, fqn="a") for row in groups], ranks) == []

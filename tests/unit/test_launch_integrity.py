@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from support.traces import TraceBuilder
@@ -19,7 +20,7 @@ from fsdp2prof.analyzers.launches import incomplete_steps, launch_calls
 from fsdp2prof.analyzers.steps import host_steps
 from fsdp2prof.analyzers.trace.analysis import analyze_trace
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
-from fsdp2prof.manifest import DeviceInfo, RankManifest
+from fsdp2prof.manifest import DeviceInfo, HostStep, RankManifest
 from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.readers.trace.launch_counts import count_launches
 from fsdp2prof.readers.trace.nsys_report import read_nsys_report
@@ -206,6 +207,26 @@ def test_a_trace_of_another_rank_or_device_is_said(tmp_path: Path) -> None:
     assert [word in line for word, line in zip(("rank", "world size", "device"), told, strict=True)] == [
         True
     ] * 3
+
+
+def test_a_lowered_clock_and_a_used_up_quota_are_said(tmp_path: Path) -> None:
+    path = spoilt(tmp_path / "trace.json.gz", _nothing)
+    steps = [
+        HostStep(step=3, cpu_time_ns=100, slowed_by=["power_cap"], quota_throttled_ns=5),
+        HostStep(step=4, cpu_time_ns=100, slowed_by=["power_cap", "thermal_slowdown"], quota_throttled_ns=0),
+        HostStep(step=5, cpu_time_ns=100, slowed_by=["thermal_slowdown"], quota_throttled_ns=2_000_000),
+        HostStep(step=6, cpu_time_ns=100, quota_throttled_ns=4_000_000),
+    ]
+    calm = RankManifest(rank=0, world_size=4, host_steps=steps[:1])
+    assert analysis(path, calm).warnings == []
+    told = [
+        one.split(": ", 1)[1]
+        for one in analysis(path, msgspec.structs.replace(calm, host_steps=steps)).warnings
+    ]
+    assert told == [
+        "thermal_slowdown lowered the GPU's clock in steps 4, 5 (NVML): check its cooling and power",
+        "the container's CPU quota was used up for 3.00 ms a step in steps 5, 6: raise its CPU limit",
+    ]
 
 
 def test_a_trace_of_another_torch_is_said(tmp_path: Path) -> None:

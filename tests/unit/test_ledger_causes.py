@@ -17,8 +17,10 @@ from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.trace.operators import KernelSum, additional_ns
 from fsdp2prof.manifest import (
     HostStep,
+    OptimizerInfo,
     RankManifest,
     RootInfo,
+    StepInfo,
 )
 from fsdp2prof.results.communication import LateRank, LateRanks
 from fsdp2prof.results.ledger import Ledger, LedgerEntry
@@ -91,12 +93,26 @@ def test_gradients_that_fsdp_reduced_are_not_to_be_reduced_at_all(
     assert first.remedy.change.startswith("Delete all_reduce() in train.py:7 (sync)") == deleted
 
 
+@pytest.mark.parametrize("phase", ["backward", "other"])
+def test_all_reduces_of_forward_and_backward_are_the_models(phase: str) -> None:
+    """Synchronized statistics cannot be had less often; metrics and norms can."""
+    reduced = {"cause": "other_communication", "op": "all_reduce", "count": 10, "bytes": 1 << 20}
+    found = [reduced | {"ns": 5 * MS, "phase": one} for one in ("forward", phase)]
+    (first,) = told(ledger_of(found, [sharded()]))
+    assert first.remedy is not None
+    assert ("GroupNorm" in first.remedy.change) is (phase == "backward")
+
+
 @pytest.mark.parametrize(
     ("site", "saves"),
     [
         ("save() in train.py:64 (epoch)", True),
         ("train.py:64 (save_checkpoint)", True),
         ("checkpoint/state.py:3 (_save_shard)", True),
+        ("train.py:64 (checkpoint)", True),
+        ("train.py:64 (write_checkpoint)", True),
+        ("checkpoint() in model.py:64 (forward)", False),
+        ("train.py:64 (train_with_checkpointing)", False),
         ("train.py:64 (log_metrics)", False),
     ],
 )
@@ -284,6 +300,27 @@ def test_what_training_needs_and_what_pauses_is_no_work_outside_training(
     assert ("work_outside_training" in [one.id for one in ledger.entries]) is is_told
 
 
+@pytest.mark.parametrize(
+    ("defaults", "operators", "is_told"),
+    [
+        ({"lr": "0.1"}, 400, True),
+        ({"lr": "0.1"}, 200, False),
+        ({"foreach": "None"}, 400, False),
+        ({"foreach": "False"}, 0, True),
+        ({"foreach": "False", "fused": "True"}, 0, False),
+    ],
+)
+def test_an_optimizer_that_goes_through_its_parameters_in_turn(
+    defaults: dict[str, str], operators: int, is_told: bool
+) -> None:
+    """100 parameters: the script's own optimizer by what it issues, torch's by what it was told."""
+    one = OptimizerInfo(class_name="Mine", state_bytes=0, param_groups=1, parameters=100, defaults=defaults)
+    spent: dict[str, Any] = {"cause": "compute", "phase": "optimizer"}
+    found = [spent | {"ns": 20 * MS}, spent | {"ns": 0, "why": "one_by_one", "count": operators}]
+    ledger = ledger_of(found, [RankManifest(optimizers=[one])], device="cpu")
+    assert [entry.id for entry in told(ledger)] == ["optimizer_per_tensor"] * is_told
+
+
 def test_a_loop_takes_its_backward_along() -> None:
     found = [
         at("loss.py:5 (loss)", 3, "loop"),
@@ -354,3 +391,81 @@ def test_operators_beyond_the_others_count_a_step() -> None:
     assert additional_ns([ran(50, 5), ran(40, 4)]) == [0, 0]
     assert additional_ns([ran(50, 5), ran(48, 4)]) == [0, 8 * MS]
     assert additional_ns([ran(50, 5), ran(41, 4)]) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("line", "count", "joined"),
+    [(12, 1, True), (13, 12, True), (13, 1, False), (20, 12, False)],
+    ids=["one line", "the loop that issues them", "a neighbouring line", "elsewhere"],
+)
+def test_a_collective_and_the_work_at_its_place_are_one_gain(line: int, count: int, joined: bool) -> None:
+    """8 ms in a loop at line 12, and 4 ms of all-reduces: one entry of 12 ms, or two."""
+    reduced = {"cause": "other_communication", "ns": 4 * MS, "op": "all_reduce", "count": count}
+    reduced |= {"site": f"all_reduce() in train.py:{line} (ema)", "bytes": count << 20}
+    ledger = ledger_of([at(EMA, 8, "outside_loop"), reduced], device="cpu")
+    found = told(ledger)
+    assert [one.ns for one in found] == ([12 * MS] if joined else [8 * MS, 4 * MS])
+    assert [one.remedy and one.remedy.gain_ns for one in found] == [one.ns for one in found]
+    assert sum(one.total_ns for one in ledger.entries) == ledger.total_ns
+
+
+@pytest.mark.parametrize(("again", "gain_ms"), [(8, None), (16, 10), (12, 5)])
+def test_checkpoints_inside_checkpoints_recompute_forwards_more_than_once(
+    again: int, gain_ms: int | None
+) -> None:
+    """10 ms of forwards that labels show to be recomputed; operators of eight forwards run again."""
+    spent: dict[str, Any] = {"cause": "recompute", "phase": "backward"}
+    counts = spent | {"ns": 0, "why": "forwards"}
+    counted = [counts | {"count": 8, "phase": "forward"}, counts | {"count": again}]
+    found = told(ledger_of([spent | {"ns": 10 * MS}, *counted]))
+    assert [one.remedy and one.remedy.gain_ns for one in found] == ([] if gain_ms is None else [gain_ms * MS])
+
+
+@pytest.mark.parametrize("count", [1, 0])
+def test_an_iterator_made_in_every_step_is_to_be_made_once(count: int) -> None:
+    """4 ms of waiting and 6 ms at the line that makes it; without a new iterator they are two causes."""
+    line = "train.py:9 (main)"
+    wait: dict[str, Any] = {"cause": "data_loader", "ns": 4 * MS, "why": "workers"}
+    made = {"cause": "data_loader", "ns": 0, "why": "rebuilt", "site": line, "count": count}
+    start = {"cause": "host_pause", "ns": 6 * MS, "site": line, "phase": "other"}
+    first, *others = told(ledger_of([wait, start, *[made] * count], device="cpu"))
+    assert (first.ns, len(others)) == ((10 * MS, 0) if count else (6 * MS, 1))
+    assert ("iterator once" in (first.remedy.change if first.remedy else "")) is bool(count)
+
+
+@pytest.mark.parametrize(("forwards", "remedy"), [(1, "backward() once"), (2, "set_requires_gradient_sync")])
+def test_two_backwards_of_one_forward_are_no_micro_batches(forwards: int, remedy: str) -> None:
+    """Gradients reduced twice a step, after one forward or after two."""
+    manifest = sharded(forwards=forwards)
+    groups = [msgspec.structs.replace(one, reductions=2) for one in manifest.param_groups]
+    roots = [RootInfo(root=0, micro_batches=2, gradient_syncs=2)]
+    manifest = msgspec.structs.replace(manifest, param_groups=groups, roots=roots)
+    analysis = trace_analysis()
+    rows = [replace(row, count=2) if row.op == "reduce_scatter" else row for row in analysis.groups]
+    reduced = Charge(rank=0, step=0, cause="communication", ns=20 * MS, op="reduce_scatter", phase="backward")
+    charges = [
+        replace(reduced, rank=rank.rank, step=step.step) for rank in analysis.ranks for step in rank.steps
+    ]
+    ledger = with_ledger(replace(analysis, groups=rows), charges, [manifest]).ledger
+    assert ledger is not None
+    (first,) = [one for one in told(ledger) if one.id == "reduced_every_micro_batch"]
+    assert first.remedy is not None
+    assert remedy in first.remedy.change
+
+
+@pytest.mark.parametrize(("own_ms", "named"), [(10, True), (15, False)])
+def test_a_thread_that_computes_more_than_the_training_holds_it_up_after_collectives(
+    own_ms: int, named: bool
+) -> None:
+    """20 of 50 ms in collectives; another Python thread computes 12 ms, the training's 10 or 15."""
+    analysis = trace_analysis()
+    steps = [step.step for step in analysis.ranks[0].steps]
+    host = [
+        HostStep(step=step, main_thread_cpu_ns=own_ms * MS, python_threads={"a.py:7 (monitor)": 12 * MS})
+        for step in steps
+    ]
+    took = [StepInfo(step=step, start_ns=0, duration_ns=50 * MS) for step in steps]
+    manifests = [RankManifest(rank=rank, host_steps=host, steps=took) for rank in (0, 1)]
+    gathered = {"cause": "communication", "ns": 20 * MS, "op": "all_gather"}
+    found = told(ledger_of([gathered], manifests, device="cpu"))
+    assert [(one.id, one.ns) for one in found] == ([("starved_host", 12 * MS)] if named else [])

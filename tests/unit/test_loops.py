@@ -104,3 +104,60 @@ def test_checks_of_gradients_are_autograds_own_in_backward(
         trace.host("aten::isnan", start * US, (start + 2) * US)
         trace.host(reduced, (start + 3) * US, (start + 5) * US)
     assert Script(rank_tables(trace.build())).gradient_checks() == counted
+
+
+HEADS = ["aten::slice", "aten::matmul", "aten::softmax"]
+
+
+@pytest.mark.parametrize(
+    ("body", "passes", "found"),
+    [
+        (HEADS, 6, [18] * 3),
+        (HEADS, 5, []),
+        (["aten::linear", "aten::relu", "aten::linear"], 6, []),
+        (["aten::slice"], 6, []),
+    ],
+    ids=["18 passes a step", "15 passes", "a stack of layers", "one operator"],
+)
+def test_a_short_loop_counts_where_it_comes_back(body: list[str], passes: int, found: list[int]) -> None:
+    """Heads of attention one by one, in each of three layers."""
+    names = [name for _ in range(3) for name in ["aten::linear", *body * passes, "aten::cat"]]
+    assert loops(names, unit(12)) == found
+
+
+@pytest.mark.parametrize(
+    ("names", "counted"),
+    [
+        (["aten::mul_", "aten::add_", "aten::addcdiv_"] * 20, [(3, 60)]),
+        (["aten::_foreach_mul_", "aten::_fused_adamw_", "aten::add_"] * 20, [(3, 20)]),
+        (["aten::mul_", "aten::mm"] * 20, []),
+    ],
+    ids=["one by one", "many at once", "products"],
+)
+def test_operators_of_an_optimizer_that_take_one_tensor(
+    names: list[str], counted: list[tuple[int, int]]
+) -> None:
+    trace, at = trace_of([])
+    for i, name in enumerate(names):
+        trace.host(name, at + (10 + i) * US, at + (10 + i) * US + 900)
+    trace.label("Optimizer.step#Mine.step", at + 5 * US, at + 90 * US)
+    assert Script(rank_tables(trace.build())).operators_of_optimizers() == counted
+
+
+def test_operators_of_a_forward_are_counted_where_backward_runs_them_again() -> None:
+    trace, at = trace_of(["aten::linear", "aten::mm"] * 10)
+    trace.label("FSDP::pre_backward (blocks.0)", at + 10 * US, at + 12 * US)
+    for i in range(30):
+        name = "aten::linear" if i % 2 else "aten::mm"
+        trace.host(name, at + (20 + i) * US, at + (20 + i) * US + 900)
+    trace.label("FSDP::post_backward_reduce (blocks.0)", at + 60 * US, at + 62 * US)
+    assert Script(rank_tables(trace.build())).forward_operators() == [(3, 10, 15)]
+
+
+@pytest.mark.parametrize(("loads", "found"), [(True, [(3, 1, None)]), (False, [])])
+def test_a_new_iterator_draws_a_seed_between_steps(loads: bool, found: list[tuple[int, int, None]]) -> None:
+    trace, _ = trace_of(["aten::random_", *["aten::mm"] * 20])
+    trace.host("aten::random_", 10 * US, 12 * US)
+    if loads:
+        trace.label("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 20 * US, 30 * US)
+    assert Script(rank_tables(trace.build())).new_iterators() == found

@@ -182,6 +182,22 @@ def test_a_root_that_outweighs_all_units_is_named_with_its_modules(rows: int, na
 
 
 @pytest.mark.parametrize(
+    ("rows", "wrapped", "named"),
+    [(80_000, 3, ["layers.3"]), (8, 3, []), (80_000, 0, [])],
+    ids=["a block like the others", "a small module", "no block is wrapped"],
+)
+def test_a_block_that_is_not_wrapped_as_its_siblings_are(rows: int, wrapped: int, named: list[str]) -> None:
+    root = sharded_group("", [rows, 8], ranks=2, rows=rows // 2)
+    root.parameters = [
+        msgspec.structs.replace(root.parameters[0], fqn=name)
+        for name in ("head.weight", *(f"layers.{i}.up.weight" for i in range(wrapped, 4)))
+    ]
+    blocks = [sharded_group(f"layers.{i}", [80_000, 8], ranks=2, rows=40_000) for i in range(wrapped)]
+    told = found([root, *blocks]).get("blocks_not_wrapped", [])
+    assert [one.evidence["blocks"] for one in told] == ([named] if named else [])
+
+
+@pytest.mark.parametrize(
     ("syncs", "reshards", "named"), [(0, 2, True), (1, 2, False), (None, 2, False), (0, 0, False)]
 )
 def test_gradients_that_no_backward_reduces_are_named(syncs: int | None, reshards: int, named: bool) -> None:

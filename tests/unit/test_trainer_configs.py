@@ -353,6 +353,17 @@ peft: {dim: 4, target_modules: [q_proj]}
 """
 QLORA = "r=4,targets=q_proj,base=bnb-nf4"
 MIXTURE = NEMO + "distributed: "
+PREFERENCES = FACTORY.replace("stage: sft", "stage: dpo").replace("lora\nlora_target", "full\nlora_target")
+PREFERENCES += "fsdp_config: {fsdp_version: 2}\n"
+OLDER_MIXTURE = (
+    MIXTURE + "{ep_size: 8}\nparallelizer: {activation_checkpointing: true, reshard_after_forward: false}"
+)
+STAGED = """
+step_scheduler: {local_batch_size: 4}
+model: {pretrained_model_name_or_path: Qwen/Qwen3-8B}
+distributed: {pp_size: 2}
+autopipeline: {pp_schedule: gpipe, pp_microbatch_size: 2}
+"""
 KEPT = "model.backend.enable_fsdp_optimizations: true"
 
 
@@ -390,6 +401,22 @@ KEPT = "model.backend.enable_fsdp_optimizations: true"
         (MIXTURE + "{ep_size: 8}", "sync", "last"),
         (MIXTURE + "{moe: {wrap_outer_model: false}, ep_size: 8}\n" + KEPT, "sync", "last"),
         (AXOLOTL + "attn_implementation: flash_attention_3", "attention", None),
+        (AXOLOTL + "rl: dpo", "loss", "dpo"),
+        (AXOLOTL + "rl: dpo", "extra_model", "Qwen/Qwen3-8B"),
+        (AXOLOTL + "rl: dpo\nadapter: lora\nlora_r: 8", "extra_model", "self"),
+        (AXOLOTL + "rl: simpo", "extra_model", None),
+        (TUNE + "loss: {_component_: torchtune.rlhf.loss.DPOLoss}", "extra_model", "llama3.1-8b"),
+        (TRAINER + "beta: 0.01\nfsdp_config: {fsdp_version: 2}", "loss", "dpo"),
+        (TRAINER + "loss_type: ipo\nfsdp_config: {fsdp_version: 2}", "extra_model", "Qwen/Qwen3-8B"),
+        (PREFERENCES, "extra_model", "Qwen/Qwen2.5-7B-Instruct"),
+        (PREFERENCES + "pref_loss: orpo", "extra_model", None),
+        (PREFERENCES + "pure_bf16: true", "orig_dtype", "bf16"),
+        (VEOMNI + "dpo_config: {beta: 0.1, reference_free: false}", "extra_model", "Qwen/Qwen3-8B"),
+        (VEOMNI + "dpo_config: {reference_free: true}", "loss", "dpo"),
+        (OLDER_MIXTURE, "reshard", "never"),
+        (OLDER_MIXTURE, "ac", "full"),
+        (STAGED, "pp_schedule", "gpipe"),
+        (STAGED, "batch_size", 2),
     ],
 )
 def test_kernels_and_losses_follow_the_file(
@@ -412,7 +439,14 @@ def test_kernels_and_losses_follow_the_file(
         (ADAPTED_V1 + "quant_config: {name: bnb, quantization_bit: 8}", "quantization_bit = 8"),
         (FACTORY_V1 + "quant_config: {quantization_bit: 4}", r"c\.yaml: quant_config\.quantization_bit = 4"),
         (AUTOMODEL + "quantization: {load_in_4bit: true}", "load_in_4bit = True"),
-        (TUNE + "loss: {_component_: torchtune.rlhf.loss.DPOLoss}", r"loss\._component_ = .*DPOLoss"),
+        (TUNE + "loss: {_component_: torchtune.rlhf.loss.PPOLoss}", r"loss\._component_ = .*PPOLoss"),
+        ("model: {_component_: torchtune.models.llama3_1.llama3_1_8b}\ntop_k: 3", "not a training recipe"),
+        (AXOLOTL + "rl: kto", "rl = 'kto'"),
+        (AXOLOTL + "qat: {weight_dtype: int8}", "qat.weight_dtype = 'int8': fake quantization"),
+        (TRAINER + "num_generations: 8", "num_generations = 8: GRPO"),
+        (PREFERENCES + "use_galore: true", "use_galore = True: this optimizer"),
+        (PREFERENCES + "export_dir: merged", "export_dir = 'merged': do_train is not set"),
+        (NEMO + "optimizer: {_target_: te.FusedAdam, master_weights: true}", "master_weights = True"),
     ],
 )
 def test_what_a_file_asks_for_and_is_not_modelled_is_refused(text: str, said: str, tmp_path: Path) -> None:
@@ -652,3 +686,44 @@ def test_names_of_hugging_face_are_known(name: str, known: str) -> None:
 def test_a_model_that_is_not_known_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="unknown model"):
         builtin_config("google/gemma-3-27b-it")
+
+
+def test_a_section_that_no_converter_names_and_a_file_of_deepspeed_are_said(tmp_path: Path) -> None:
+    run = read(
+        tmp_path, ("t.toml", TITAN + '[quantize.grouped_mm.float8]\nfqns = ["experts"]\n'), world_size=8
+    )
+    assert "[quantize.grouped_mm.float8] does nothing: model.converters does not name it" in run.read.notes
+    assert not run.read.not_known
+    with pytest.raises(InputError, match="DeepSpeed's configuration"):
+        read(tmp_path, ("ds.json", '{"zero_optimization": {}, "gradient_accumulation_steps": 1}'))
+
+
+def test_an_older_prime_rl_compiles_and_checkpoints_what_its_file_says(tmp_path: Path) -> None:
+    older = """
+trainer_gpu_ids = [4, 5, 6, 7]
+inference_gpu_ids = [0, 1, 2, 3]
+[model]
+name = "Qwen/Qwen3-4B"
+[trainer]
+recompute_logprobs = true
+[orchestrator]
+batch_size = 512
+"""
+    run = read(tmp_path, ("rl.toml", older))
+    policy = run.values["policy"]
+    assert (run.values["mesh"], policy["ac"], policy.get("compile")) == ({"dp_shard": 4}, "none", None)
+    assert policy["extra_model"] == "self"
+    assert not run.read.not_known
+    run = read(tmp_path, ("rl.toml", older + "[trainer.model.ac]\nfreq = 2\n"))
+    assert run.values["policy"]["ac"] == "every:2"
+    assert any("before has them off" in one for one in read(tmp_path, ("prime.toml", PRIME)).read.open)
+    with pytest.raises(ModelError, match="rollouts_per_example = 8: this file is the orchestrator's"):
+        read(
+            tmp_path,
+            (
+                "orch.toml",
+                '[model]\nname = "Qwen/Qwen3-4B"\n[data]\n'.join(("rollouts_per_example = 8\n", "")),
+            ),
+        )
+    with pytest.raises(InputError, match="no configuration of a trainer that is known"):
+        read(tmp_path, ("lora.yaml", "model: {name: m}\ndata: {seq_length: 4096}"))

@@ -146,7 +146,11 @@ def _parsed(path: Path) -> tuple[str, Mapping[str, Any]]:
         raise InputError(str(error)) from None
     if not isinstance(values, Mapping):
         raise InputError(f"{path}: not a table of keys")
+    if "zero_optimization" in values or "train_micro_batch_size_per_gpu" in values:
+        raise InputError(f"{path}: DeepSpeed's configuration; an estimate is of FSDP2 (fsdp_version: 2)")
     kind = _kind_of(values)
+    if kind == "prime-rl" and file.suffix != ".toml":
+        kind = None
     if kind is None:
         keys = ", ".join(map(str, list(values)[:6]))
         raise InputError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 
-from fsdp2prof.estimators.config.trainers.hugging_face import ALL_LAYERS, is_on
+from fsdp2prof.estimators.config.trainers.hugging_face import ALL_LAYERS, is_on, refuse_if_given
 from fsdp2prof.estimators.config.trainers.reading import Reading, Value
 
 
@@ -27,7 +27,11 @@ def read_automodel(run: Reading) -> None:
         }
     )
     _batch(run)
-    checkpointing = run.get("distributed.activation_checkpointing", "activation_checkpointing")
+    checkpointing = run.get(
+        "distributed.activation_checkpointing",
+        "activation_checkpointing",
+        "parallelizer.activation_checkpointing",
+    )
     run.set("ac", "full" if is_on(checkpointing) else "none", checkpointing)
     if is_on(checkpointing):
         run.notes.append(
@@ -100,12 +104,17 @@ def _sharding(run: Reading) -> None:
     """Which units reshard, prefetch by name, pipelines, and the kernels that a recipe names."""
     experts = run.mesh.get("ep", 1) > 1
     reshard = run.get(
-        "distributed.moe.reshard_after_forward" if experts else "distributed.reshard_after_forward"
+        *(
+            ("distributed.moe.reshard_after_forward", "parallelizer.reshard_after_forward")
+            if experts
+            else ("distributed.reshard_after_forward",)
+        )
     )
     if reshard.value is not None:
         run.set("reshard", "always" if is_on(reshard) else "never", reshard)
     if not experts:
-        _idle(run, "distributed.moe", "expert parallelism is 1")
+        for section in ("distributed.moe", "parallelizer"):
+            _idle(run, section, "expert parallelism is 1")
     if is_on(prefetch := run.get("distributed.enable_fsdp2_prefetch")):
         for way in ("forward", "backward"):
             depth = run.get(f"distributed.fsdp2_{way}_prefetch_depth")
@@ -114,19 +123,20 @@ def _sharding(run: Reading) -> None:
     if is_on(overlapped) and run.mesh.get("tp", 1) > 1:
         run.set("async_tp", True, overlapped)
     if run.mesh.get("pp", 1) > 1:
-        run.set_schedule(run.get("distributed.pipeline.pp_schedule"))
+        run.set_schedule(run.get("distributed.pipeline.pp_schedule", "autopipeline.pp_schedule"))
         local, micro = (
             run.get("step_scheduler.local_batch_size"),
-            run.get("distributed.pipeline.pp_microbatch_size"),
+            run.get("distributed.pipeline.pp_microbatch_size", "autopipeline.pp_microbatch_size"),
         )
         run.set("batch_size", micro.number(1), micro)
         run.set(
             "grad_accum", run.policy.get("grad_accum", 1) * local.number(1) // micro.number(1), local, micro
         )
     else:
-        _idle(run, "distributed.pipeline", "pipeline parallelism is 1")
-    dispatcher = run.get("model.backend.dispatcher")
-    if experts and dispatcher.word() not in ("", "torch"):
+        for section in ("distributed.pipeline", "autopipeline"):
+            _idle(run, section, "pipeline parallelism is 1")
+    dispatcher = run.get("model.backend.dispatcher", "model.backend.enable_deepep")
+    if experts and dispatcher.word() not in ("", "torch", "false"):
         run.notes.append(
             f"{dispatcher.key} = {dispatcher.value} is not modelled: NCCL's all-to-all is estimated"
         )
@@ -214,6 +224,14 @@ def _optimizer_and_loss(run: Reading) -> None:
     if name not in ("adam", "adamw", "sgd", "fusedadam", ""):
         run.refuse(target, "torch.optim's Adam, AdamW and SGD are modelled")
     if name:
+        if name == "fusedadam":
+            refuse_if_given(
+                run,
+                "Transformer Engine's FusedAdam is modelled without master weights of its own",
+                "optimizer.master_weights",
+                "optimizer.exp_avg_dtype",
+                "optimizer.exp_avg_sq_dtype",
+            )
         run.set("optimizer", "adamw" if name == "fusedadam" else name, target)
         fused, foreach = run.get("optimizer.fused"), run.get("optimizer.foreach")
         if name == "fusedadam" or is_on(fused):
@@ -229,5 +247,8 @@ def _optimizer_and_loss(run: Reading) -> None:
         run.set("loss", "fused", loss)
     elif loss.value is not None:
         run.set("loss", "full", loss)
+        wide = run.get("loss_fn.fp32_upcast")
+        if wide.given and not is_on(wide):
+            run.notes.append(f"{wide.key} = {wide.value}: logits are counted in fp32 too, an upper bound")
     else:
         run.missing("loss", loss)

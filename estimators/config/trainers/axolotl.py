@@ -11,7 +11,9 @@ from fsdp2prof.estimators.config.trainers.hugging_face import (
     read_offloading,
     read_optimizer,
     read_precision,
+    read_preference,
     refuse_eight_bits,
+    refuse_if_given,
 )
 from fsdp2prof.estimators.config.trainers.reading import Reading, Value
 
@@ -49,6 +51,8 @@ def read_axolotl(run: Reading) -> None:
     run.set("orig_dtype", "bf16" if word == "bf16" else "fp32", mixed)
     read_optimizer(run, "optimizer")
     read_offloading(run, "activation_offloading")
+    if is_on(tiled := run.get("tiled_mlp")):
+        run.notes.append(f"{tiled.key} is not modelled: the whole MLP is estimated, an upper bound of memory")
     refuse_eight_bits(run)
     norm = run.get("max_grad_norm")
     run.set("clip_grad", float(norm.value or 0) > 0, norm)
@@ -71,6 +75,12 @@ def read_axolotl(run: Reading) -> None:
         read_lora(run, run.get("lora_r"), targets, quantized=bits, base=adapter)
     elif adapter.value:
         run.refuse(adapter, "lora and qlora are modelled")
+    refuse_if_given(run, "fake quantization is not modelled", "qat.weight_dtype", "qat.activation_dtype")
+    kind = run.get("rl")
+    if kind.word() in ("dpo", "ipo", "orpo", "simpo"):
+        read_preference(run, kind, reference=kind.word() in ("dpo", "ipo"))
+    elif kind.value:
+        run.refuse(kind, "dpo, ipo, orpo and simpo are modelled")
 
 
 def _attention_and_loss(run: Reading) -> None:

@@ -24,6 +24,21 @@ _OPTIMIZERS = {
 }
 _ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_LAYERS = (*_ATTENTION_LAYERS, "gate_proj", "up_proj", "down_proj")
+_GRPO = ("num_generations", "max_completion_length", "reward_funcs")
+"""Keys of TRL's trainers that generate."""
+_OF_PAIRS = (
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+)
+"""Losses of TRL's DPO."""
 _TRUE = ("true", "yes", "1", "on")
 
 
@@ -64,6 +79,21 @@ def read_lora(
     held = f",base={quantized}" if quantized else ""
     text = f"r={rank.number(1)},targets={'+'.join(names)}{held}"
     run.set("lora", text, rank, *([targets] if targets.given else []), *([base] if base is not None else []))
+
+
+def read_preference(run: Reading, *read: Value, reference: bool = True) -> None:
+    """Pairs of answers, and the reference: a second model, or where adapters train itself without them."""
+    run.set("loss", "dpo", *read)
+    if reference and run.model is not None:
+        run.set("extra_model", "self" if "lora" in run.policy else run.model, *read)
+
+
+def refuse_if_given(run: Reading, why: str, *keys: str) -> None:
+    """Raises ``ModelError`` for the first of ``keys`` that a file switches on."""
+    for key in keys:
+        found = run.get(key)
+        if found.word() not in ("", "false", "no", "none", "0"):
+            run.refuse(found, why)
 
 
 def read_checkpointing(run: Reading, *keys: str) -> None:
@@ -165,7 +195,8 @@ def read_accelerate_fsdp(run: Reading, *sections: str) -> None:
 
 def read_hugging_face(run: Reading) -> None:
     """Read TrainingArguments, TRL's configurations and accelerate's. Raises ``ModelError``."""
-    trl = run.has("max_length", "max_seq_length", "packing", "dataset_name", "use_peft", "loss_type")
+    trl = run.has("max_length", "max_seq_length", "packing", "dataset_name", "use_peft", "loss_type", "beta")
+    refuse_if_given(run, "GRPO is not modelled; --loss logprobs is its training step", *_GRPO)
     _model(run)
     run.set_world(run.get("accelerate.num_processes"))
     shard = run.get("accelerate.parallelism_config.parallelism_config_dp_shard_size")
@@ -210,7 +241,6 @@ def read_hugging_face(run: Reading) -> None:
     if is_on(compiled) or dynamo.word() not in ("", "no"):
         run.set("compile", True, compiled if is_on(compiled) else dynamo)
     read_offloading(run, "activation_offloading")
-    _loss(run, trl)
     refuse_eight_bits(run)
     if is_on(run.get("use_peft")):
         bits = run.get("load_in_4bit")
@@ -221,6 +251,7 @@ def read_hugging_face(run: Reading) -> None:
             quantized="bnb-nf4" if is_on(bits) else None,
             base=bits if is_on(bits) else None,
         )
+    _loss(run, trl)
     run.stack = "trl-2026" if trl else "transformers-2026"
 
 
@@ -252,6 +283,16 @@ def _length(run: Reading, trl: bool) -> None:
 
 def _loss(run: Reading, trl: bool) -> None:
     liger, kind = run.get("use_liger_kernel", "use_liger"), run.get("loss_type")
+    pairs = run.get("beta", "max_prompt_length")
+    if kind.word() in _OF_PAIRS or pairs.given:
+        said = kind if kind.word() in _OF_PAIRS else pairs
+        read_preference(run, said)
+        if said is pairs:
+            run.open.append(
+                f"{pairs.key}: no file says which trainer of preferences this is. DPO with a reference is "
+                "estimated; ORPO and CPO have none (--extra-model none), KTO and others are not modelled"
+            )
+        return
     if is_on(liger):
         run.set("loss", "fused", liger)
         return

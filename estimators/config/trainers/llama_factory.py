@@ -9,12 +9,26 @@ from fsdp2prof.estimators.config.trainers.hugging_face import (
     read_lora,
     read_optimizer,
     read_precision,
+    read_preference,
+    refuse_if_given,
 )
 from fsdp2prof.estimators.config.trainers.reading import Reading, Value
+
+_OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_muon", "use_adam_mini")
+"""Switches that replace ``optim``."""
+_NO_TRAINING = ("export_dir", "task", "infer_backend", "do_predict")
+_NO_REFERENCE = ("orpo", "simpo")
+"""Losses over pairs without a reference (src/llamafactory/hparams/finetuning_args.py: use_ref_model)."""
 
 
 def read_llama_factory(run: Reading) -> None:
     """Read v0, with the accelerate file beside it. Raises ``ModelError`` for what is not modelled."""
+    if not is_on(run.get("do_train")):
+        refuse_if_given(
+            run, "do_train is not set: this is not the configuration of a training", *_NO_TRAINING
+        )
+    refuse_if_given(run, "this optimizer is not modelled", *_OPTIMIZERS)
+    refuse_if_given(run, "it is not modelled", "mixture_of_depths", "use_kt", "use_mca")
     name = run.get("model_name_or_path")
     run.set_model(str(name.value), name)
     deepspeed = run.get("deepspeed")
@@ -30,6 +44,8 @@ def read_llama_factory(run: Reading) -> None:
     read_precision(
         run, mixed if mixed.value is not None else Value("mixed_precision", "no", "accelerate", False)
     )
+    if is_on(pure := run.get("pure_bf16")):
+        run.set("orig_dtype", "bf16", pure)
     run.option("batch_size", "per_device_train_batch_size")
     run.option("grad_accum", "gradient_accumulation_steps")
     run.option("seq_len", "cutoff_len")
@@ -52,7 +68,7 @@ def read_llama_factory(run: Reading) -> None:
         run.refuse(kind, "full and lora are modelled")
     stage = run.get("stage")
     if stage.word() == "dpo":
-        run.set("loss", "dpo", stage)
+        read_preference(run, stage, reference=run.get("pref_loss").word() not in _NO_REFERENCE)
     elif stage.word() not in ("sft", "pt", ""):
         run.refuse(stage, "pt, sft and dpo are modelled")
 

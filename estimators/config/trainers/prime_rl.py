@@ -7,6 +7,11 @@ from fsdp2prof.estimators.config.trainers.reading import Reading, Value
 
 _GPUS_PER_NODE = 8
 """As ``rl.py`` counts a node's."""
+_OLDER = ("trainer_gpu_ids", "inference_gpu_ids", "recompute_logprobs", "trainer.recompute_logprobs")
+"""Keys until early 2026, when nothing was compiled, checkpointed or offloaded unless a file said so."""
+_OFF = "src/prime_rl/trainer/config.py of February 2026: off unless a file has it"
+_OFF_BEFORE = ("model.ac", "model.ac_offloading", "model.compile", "model.optim_cpu_offload")
+_OF_AN_ORCHESTRATOR = ("rollouts_per_example", "sampling", "environment")
 
 
 def read_prime_rl(run: Reading) -> None:
@@ -18,6 +23,9 @@ def read_prime_rl(run: Reading) -> None:
     def key(name: str) -> Value:
         return run.get(f"trainer.{name}", name)
 
+    if run.has(*_OF_AN_ORCHESTRATOR) and not run.has("trainer", "orchestrator"):
+        generates = next(one for one in run.values if one.partition(".")[0] in _OF_AN_ORCHESTRATOR)
+        run.refuse(run.get(generates), "this file is the orchestrator's; the trainer has one of its own")
     model = key("model.name")
     if model.value is None:
         model = run.get("model.name")
@@ -49,6 +57,8 @@ def read_prime_rl(run: Reading) -> None:
         )
     (run.says if stands_in else run.set)("attention", "flash", attention)
     _loss(run, is_sft)
+    if is_on(again := key("recompute_logprobs")):
+        run.set("extra_model", "self", again)
     rank = key("model.lora.rank")
     if rank.value is not None:
         targets = key("model.lora.target_modules")
@@ -66,8 +76,11 @@ def _world(run: Reading) -> None:
     nodes, gpus = run.get("deployment.num_train_nodes"), run.get("deployment.num_train_gpus")
     if nodes.value is not None:
         run.set_world(nodes, _GPUS_PER_NODE)
-    else:
-        run.set_world(gpus)
+        return
+    listed = run.get("trainer_gpu_ids")
+    if isinstance(listed.value, list):
+        gpus = Value(listed.key, len(listed.value), listed.source)
+    run.set_world(gpus)
 
 
 def _batch(run: Reading, is_sft: bool) -> None:
@@ -89,8 +102,12 @@ def _batch(run: Reading, is_sft: bool) -> None:
 
 
 def _memory(run: Reading) -> None:
+    older = run.has(*_OLDER)
+
     def get(name: str) -> Value:
-        return run.get(f"trainer.{name}", name)
+        found = run.get(f"trainer.{name}", name)
+        off = name in _OFF_BEFORE and older and not run.has(f"trainer.{name}", name)
+        return Value(name, "none", _OFF) if off else found
 
     ac = get("model.ac")
     mode, every = get("model.ac.mode"), get("model.ac.freq")
@@ -127,6 +144,11 @@ def _memory(run: Reading) -> None:
         run.set("reshard", "never", reshard)
     run.set("reshard_root", is_on(reshard), reshard)
     compiled = get("model.compile")
+    if not older and not compiled.given and not ac.given:
+        run.open.append(
+            "compile, checkpointing and offload are on by default since 2026; prime-rl of February 2026 and "
+            "before has them off: add --no-compile --ac none then"
+        )
     if compiled.word() not in ("none", "false"):
         run.set("compile", True, compiled)
         get("model.compile.fullgraph")

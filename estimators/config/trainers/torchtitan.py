@@ -8,6 +8,7 @@ _MODELS = ("llama2", "llama3", "llama4", "deepseek_v3", "qwen3", "gpt_oss")
 _FLAVORS = {"17bx16e": "scout", "17bx128e": "maverick"}
 _FLOAT8 = ("float8", "quantize.linear.float8")
 _MX = ("mx", "quantize.linear.mx")
+_GROUPED = ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
 _NOT_FLOAT8 = ("output", "lm_head", "router.gate", "auto_filter_small_kn")
 """Layers that an estimate leaves out of float8, too, by their names there."""
 _ERAS = (
@@ -210,6 +211,11 @@ def _converters(run: Reading) -> None:
             run.refuse(converters, "a converter's LoRA is not read; leave it out and add --lora")
         if one not in (*_FLOAT8, *_MX):
             run.notes.append(f"converter {one} is not modelled: its layers are estimated without it")
+    for section in _GROUPED:
+        keys = [f"{section}.{key}" for key in run.section(section)]
+        run.get(section, *keys)
+        if keys and section not in named:
+            run.notes.append(f"[{section}] does nothing: model.converters does not name it")
     for sections, recipe in ((_FLOAT8, None), (_MX, "mxfp8")):
         used = next((one for one in sections if one in named), None)
         there = next((one for one in sections if run.has(one)), None)

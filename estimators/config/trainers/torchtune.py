@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fsdp2prof.estimators.config.trainers.hugging_face import is_on, read_offloading
+from fsdp2prof.estimators.config.trainers.hugging_face import is_on, read_offloading, read_preference
 from fsdp2prof.estimators.config.trainers.reading import Reading
 
 _MODEL = re.compile(
@@ -15,6 +15,9 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 def read_torchtune(run: Reading) -> None:
     """Read a configuration of a distributed recipe. Raises ``ModelError`` for what is not modelled."""
+    if not any(run.get(key).given for key in ("optimizer._component_", "loss._component_", "batch_size")):
+        component = run.get("model._component_", "tokenizer._component_")
+        run.refuse(component, "without optimizer, loss and batch_size this is not a training recipe's file")
     _model(run)
     run.set_mesh(
         {
@@ -63,9 +66,13 @@ def read_torchtune(run: Reading) -> None:
         run.set("loss", "compiled" if is_on(compiled) else f"chunked-kept:{count}", loss, pieces)
     elif loss.word().endswith("nn.crossentropyloss"):
         run.set("loss", "compiled" if is_on(compiled) else "full", loss)
+    elif loss.word().endswith("dpoloss"):
+        read_preference(run, loss)
     elif loss.value is not None:
         run.refuse(
-            loss, "torch.nn.CrossEntropyLoss, CEWithChunkedOutputLoss and LinearCrossEntropyLoss are modelled"
+            loss,
+            "torch.nn.CrossEntropyLoss, CEWithChunkedOutputLoss, LinearCrossEntropyLoss and DPOLoss are "
+            "modelled",
         )
 
 

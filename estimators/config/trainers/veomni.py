@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp2prof.estimators.config.trainers.hugging_face import is_on, read_lora
+from fsdp2prof.estimators.config.trainers.hugging_face import is_on, read_lora, read_preference
 from fsdp2prof.estimators.config.trainers.reading import Reading
 
 
@@ -73,5 +73,10 @@ def read_veomni(run: Reading) -> None:
         read_lora(run, rank, run.get("model.lora_config.lora_modules"), quantized=None)
         if (experts := run.get("model.lora_config.target_parameters")).value:
             run.notes.append(f"{experts.key}: adapters of experts are not modelled")
+    if run.has("dpo_config"):
+        kind, free = run.get("dpo_config.loss_type"), run.get("dpo_config.reference_free")
+        read_preference(run, kind, free, reference=not is_on(free))
+    if saved := run.get("train.ops_to_save").value:
+        run.notes.append(f"train.ops_to_save: what {len(saved)} operators save is not counted: a lower bound")
     if is_on(run.get("train.enable_compile")):
         run.set("compile", True, run.get("train.enable_compile"))

@@ -129,14 +129,17 @@ class RootSteps:
         ]
 
     def describe_groups(self, groups: Iterable[ParamGroupInfo]) -> None:
-        """Say of each described group how often it was gathered and ran, if always the same."""
+        """Say of each described group how often it was gathered and ran, if always the same.
+
+        A step in which the groups were not watched from its beginning, the training's first, says nothing.
+        """
         numbers: Counter[int] = Counter()
         for info in groups:
             number = numbers[info.root]
             numbers[info.root] += 1
             steps = [step.get(info.root, {}) for step in self._groups]
             seen = [step.get(number, GroupCounts()) for step in steps if step is not None]
-            if len(seen) < len(steps):
+            if not seen:
                 continue
             counts = {name: _common(getattr(one, name) for one in seen) for name in _GROUP_NAMES}
             for name, count in counts.items():

@@ -216,7 +216,6 @@ class Captures:
         Returns whether one of the two is captured.
         """
         self._step, self._was_put_off = step, False
-        self._take_out()
         was_captured = self._kind != "plain"
         self.give_way(step - 1)
         self._profiled = training_profilers.active
@@ -287,7 +286,7 @@ class Captures:
         ``step`` is the one that is not captured: the running one, or where that has just ended, it.
         """
         self._profiled = True
-        self._take_out()
+        self.take_out()
         if self._kind == "plain":
             return
         trace, memory = self._trace, self._memory
@@ -468,10 +467,10 @@ class Captures:
         """Stop a capture; again where that fails, since nothing of ours may stay in torch."""
         guard.clean(part, capture.finish if keep else capture.discard)
         self._leaving.append((part, capture))
-        self._take_out()
+        self.take_out()
 
-    def _take_out(self) -> None:
-        """Take out of torch what could not be before."""
+    def take_out(self) -> None:
+        """Take out of torch what could not be before; also where the captures have failed."""
         leaving, self._leaving = self._leaving, []
         self._leaving += [one for one in leaving if guard.clean(one[0], one[1].discard) is False]
 

@@ -138,6 +138,7 @@ class RankSession:
         if not self._alive():
             return
         now = time.time_ns()
+        guard.clean("captures", self._captures.take_out)
         guard.run("host", self._captures.step_ran)
         ended = self._keep_duration(now)
         self._step += 1
@@ -185,6 +186,7 @@ class RankSession:
         guard.run("recording", self._steps.finish)
         if self._trials is not None:
             guard.run("trial", self._trials.close)
+        guard.clean("captures", self._captures.take_out)
         guard.run("captures", self._captures.give_way)
         over, whole = self._captures.is_over, self._captures.is_whole
         guard.run("captures", self._captures.finish)

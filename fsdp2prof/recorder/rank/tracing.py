@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 
 import torch
@@ -58,6 +59,8 @@ class TraceCapture:
         )
         self._prepared = False
         self._running = False
+        self._thread = 0
+        """That it was started on: it can be stopped on no other."""
         self._step: Range | None = None
 
     def prepare(self) -> bool:
@@ -67,9 +70,13 @@ class TraceCapture:
             if not training_profilers.claim():
                 return False
             _used = True
-            with training_profilers.set_aside():
-                self._profiler.prepare_trace()
-                self._prepared = True
+            try:
+                with training_profilers.set_aside():
+                    self._profiler.prepare_trace()
+                    self._prepared = True
+            finally:
+                if not self._prepared:
+                    training_profilers.release()
         return True
 
     def begin_step(self, step: int) -> bool:
@@ -99,7 +106,9 @@ class TraceCapture:
         """
         was_running = self._running
         is_lost = training_profilers.has_taken_over
-        if self.discard() and was_running and not is_lost:
+        if not self.discard() and not is_lost:
+            raise RuntimeError("it can only be stopped on the thread that it was started on")
+        if was_running and not is_lost:
             self._export(self._path)
 
     def measure(self) -> int:
@@ -128,13 +137,15 @@ class TraceCapture:
     def discard(self) -> bool:
         """Stop and write nothing. Safe to call again after a failure: torch's profiler must be left free.
 
-        Returns False if it cannot be stopped before a profiler of the training's, which took its session.
+        Returns False where it cannot be stopped yet: before a profiler of the training's, which took its
+        session, or on another thread.
         """
-        self.end_step()
         if not self._prepared:
             return True
-        if not training_profilers.leave():
+        is_elsewhere = self._running and self._thread != threading.get_ident()
+        if is_elsewhere or not training_profilers.leave():
             return False
+        self.end_step()
         try:
             if self._running or not training_profilers.has_taken_over:
                 self._stop()
@@ -158,7 +169,7 @@ class TraceCapture:
     def _start(self) -> None:
         with training_profilers.set_aside():
             self._profiler.start_trace()
-            self._running = True
+            self._running, self._thread = True, threading.get_ident()
             self._profiler.add_metadata_json("torch_version", json.dumps(torch.__version__))
 
 

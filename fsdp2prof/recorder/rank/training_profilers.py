@@ -60,7 +60,7 @@ class TrainingProfilers:
     def claim(self) -> bool:
         """Take the process's profiler for ours, on this thread; False where the training has it."""
         with self._turn:
-            if self.active:
+            if self.active or self.has_taken_over:
                 return False
             self._thread = threading.get_ident()
             return True

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.document import Block, Findings, Section, Sentences
+from fsdp2prof.reporters.documents.trace_tables import step_meant, steps_of_a_kind
 from fsdp2prof.reporters.formats import show_ns
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.what_if import WhatIfChange
@@ -133,6 +134,7 @@ def causes_section(analysis: TraceAnalysis, step: str = "traced step") -> list[S
 
 def _layers(analysis: TraceAnalysis) -> list[Section]:
     columns = [
+        *steps_of_a_kind(analysis),
         c.layer(),
         c.text("phase"),
         c.op(),
@@ -146,8 +148,8 @@ def _layers(analysis: TraceAnalysis) -> list[Section]:
         "by_layer",
         "Communication by layer",
         columns,
-        analysis.by_layer_folded,
-        note="mean per rank and step; exposed includes waiting for other ranks",
+        analysis.by_layer_and_kind or analysis.by_layer_folded,
+        note=f"mean per rank and {step_meant(analysis)}; exposed includes waiting for other ranks",
         limit=_LAYERS,
     )
     return c.section("communication", table.title, table)

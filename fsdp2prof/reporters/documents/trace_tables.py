@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.charts.trace import StepRow, every_step, step_rows
-from fsdp2prof.reporters.document import Table, Value
+from fsdp2prof.reporters.document import Column, Table, Value
 from fsdp2prof.reporters.formats import show_bytes
 from fsdp2prof.results.communication import BandwidthRow, GroupRow
 from fsdp2prof.results.step import BreakdownNs
@@ -136,10 +136,23 @@ def operator_table(analysis: TraceAnalysis) -> Table:
 # Communication by layer.
 
 
+def steps_of_a_kind(analysis: TraceAnalysis) -> list[Column]:
+    """Return the column of steps, where rows are means of some: models updated in turns."""
+    if not analysis.by_layer_and_kind:
+        return []
+    return [c.text("steps", of=lambda row: ", ".join(map(str, row.steps)) or "all")]
+
+
+def step_meant(analysis: TraceAnalysis) -> str:
+    """Say what step the rows by layer are means of."""
+    return "step of its kind" if analysis.by_layer_and_kind else "step"
+
+
 def layer_table(analysis: TraceAnalysis) -> Table:
     """Return communication by layer, worst exposed first, repeated layers folded."""
-    rows = analysis.by_layer_folded
+    rows = analysis.by_layer_and_kind or analysis.by_layer_folded
     columns = [
+        *steps_of_a_kind(analysis),
         c.layer(),
         c.text("phase"),
         c.op(),
@@ -160,7 +173,8 @@ def layer_table(analysis: TraceAnalysis) -> Table:
         columns,
         rows,
         every=analysis.by_layer,
-        note="most exposed first; mean per rank and step; stall: time the layer waited, queueing included",
+        note=f"most exposed first; mean per rank and {step_meant(analysis)}; stall: time the layer waited, "
+        "queueing included",
         limit=_LAYER_ROWS,
         remarks=[_overlap_sentence(analysis), *_attribution_sentences(analysis)],
     )
