@@ -4,7 +4,8 @@
 
 Pages of made-up runs of 128 layers in which every number differs, one of two ranks and one of ``--ranks``,
 are opened in turns. Printed are medians: until the page can be read (first contentful paint), until every
-chart is drawn and every table sorts, and how long the timeline takes to draw a view while it is moved and
+chart is drawn and every table sorts, until the last task of 50 ms or more has ended as the browser's own
+``PerformanceObserver`` sees it, and how long the timeline takes to draw a view while it is moved and
 zoomed over the lanes of four ranks, and over all ranks in a line each.
 """
 
@@ -30,6 +31,10 @@ _READABLE = "performance.getEntriesByName('first-contentful-paint')[0]?.startTim
 
 _WATCH = """
 window.__drawn = null;
+window.__busy = 0;
+new PerformanceObserver(list => list.getEntries().forEach(task => {
+  window.__busy = Math.max(window.__busy, task.startTime + task.duration);
+})).observe({type: "longtask", buffered: true});
 const look = () => {
   if (typeof ready === "undefined") { setTimeout(look, 5); return; }
   ready.then(() => Promise.all(work)).then(() => { window.__drawn = performance.now(); });
@@ -57,6 +62,7 @@ def measure(page: Page, file: Path) -> dict[str, float]:
     """Open a page; return milliseconds until it can be read, until all is drawn, and of a move."""
     page.open(file)
     found = {"readable": page.evaluate(_READABLE), "drawn": page.evaluate("window.__drawn")}
+    found["long tasks over"] = page.evaluate("window.__busy")
     for what, chosen in (("move, four ranks", "most"), ("move, all ranks", "all")):
         found[what] = statistics.median(page.evaluate(_MOVES % chosen))
     return found

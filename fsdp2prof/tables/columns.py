@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import compress
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -33,9 +34,12 @@ class Strings:
     @classmethod
     def intern(cls, items: Iterable[str | None]) -> Strings:
         """Build a column from Python strings; ``None`` becomes code -1."""
-        table: dict[str, int] = {}
-        codes = [-1 if item is None else table.setdefault(item, len(table)) for item in items]
-        return cls(np.asarray(codes, dtype=np.int32), tuple(table))
+        items = list(items)
+        distinct = dict.fromkeys(items)
+        distinct.pop(None, None)
+        table: dict[str | None, int] = {value: code for code, value in enumerate(distinct)} | {None: -1}
+        codes = np.fromiter(map(table.__getitem__, items), dtype=np.int32, count=len(items))
+        return cls(codes, tuple(value for value in distinct if value is not None))
 
     @classmethod
     def full(cls, length: int, value: str | None) -> Strings:
@@ -60,7 +64,7 @@ class Strings:
 
     def matches(self, predicate: Callable[[str], bool]) -> BoolArray:
         """Mask of the rows whose string satisfies ``predicate``, evaluated once per distinct value."""
-        hits = [code for code, value in enumerate(self.values) if predicate(value)]
+        hits = [*compress(range(len(self.values)), map(predicate, self.values))]
         if len(hits) <= _FEW:
             # Comparing is several times faster than indexing, and needs no 64-bit copy of the codes.
             mask = np.zeros(len(self.codes), dtype=np.bool_)

@@ -286,6 +286,25 @@ def test_what_cuda_synchronisations_wait_for(tmp_path: Path) -> None:
     assert trace.syncs.record_correlation.tolist() == [31, -1]
 
 
+def test_the_bytes_of_a_copy_are_those_of_its_record_on_the_device(tmp_path: Path) -> None:
+    """ROCm's runtime calls carry them, too: they would count twice."""
+    path = tmp_path / "t.json"
+    events = [
+        op("hipMemcpyAsync", 1.5, 1, "cuda_runtime", bytes=64),
+        op("Copy", 3.5, 1, "gpu_memcpy", bytes=64),
+    ]
+    path.write_text(json.dumps({"traceEvents": events}))
+    assert read_trace(path).events.bytes.tolist() == [-1, 64]
+
+
+def test_the_range_around_everything_is_no_event(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    events = [op("a", 1.5), op("PyTorch Profiler (0)", 0, 99, "Trace"), op("b", 3.5, 1, "kernel", stream=7)]
+    path.write_text(json.dumps({"traceEvents": events}))
+    read = read_trace(path).events
+    assert (read.name.to_list(), read.stream.tolist()) == (["a", "b"], [-1, 7])
+
+
 @pytest.mark.parametrize("value", ["nan", "NaN", "-nan", "inf", "Infinity", "-inf"])
 @pytest.mark.parametrize("piece_bytes", [120, 1 << 20])
 def test_numbers_that_are_not_json(tmp_path: Path, value: str, piece_bytes: int) -> None:

@@ -140,3 +140,9 @@ def test_nanoseconds_beyond_float_precision_stay_exact() -> None:
     )
     assert intervals.total(found) == 4
     assert intervals.total(intervals.union(np.array([epoch]), np.array([epoch + 1]))) == 1
+
+
+@given(st.lists(st.integers(-9, 9)), st.lists(st.integers(-9, 9)))
+def test_among_is_membership(values: list[int], those: list[int]) -> None:
+    found = intervals.among(np.array(values, dtype=np.int64), np.array(those, dtype=np.int64))
+    assert found.tolist() == [value in those for value in values]

@@ -445,6 +445,7 @@ def test_kernels_and_losses_follow_the_file(
         (AXOLOTL + "qat: {weight_dtype: int8}", "qat.weight_dtype = 'int8': fake quantization"),
         (TRAINER + "num_generations: 8", "num_generations = 8: GRPO"),
         (PREFERENCES + "use_galore: true", "use_galore = True: this optimizer"),
+        (PREFERENCES + "pipeline_model_parallel_size: 4", "pipeline_model_parallel_size = 4: Megatron"),
         (PREFERENCES + "export_dir: merged", "export_dir = 'merged': do_train is not set"),
         (NEMO + "optimizer: {_target_: te.FusedAdam, master_weights: true}", "master_weights = True"),
     ],

@@ -16,6 +16,7 @@ from fsdp2prof.estimators.config.trainers.reading import Reading, Value
 
 _OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_muon", "use_adam_mini")
 """Switches that replace ``optim``."""
+_MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 _NO_TRAINING = ("export_dir", "task", "infer_backend", "do_predict")
 _NO_REFERENCE = ("orpo", "simpo")
 """Losses over pairs without a reference (src/llamafactory/hparams/finetuning_args.py: use_ref_model)."""
@@ -28,7 +29,8 @@ def read_llama_factory(run: Reading) -> None:
             run, "do_train is not set: this is not the configuration of a training", *_NO_TRAINING
         )
     refuse_if_given(run, "this optimizer is not modelled", *_OPTIMIZERS)
-    refuse_if_given(run, "it is not modelled", "mixture_of_depths", "use_kt", "use_mca")
+    refuse_if_given(run, "it is not modelled", "mixture_of_depths", "use_kt")
+    refuse_if_given(run, "Megatron's parallelism is not FSDP2", "use_mca", *_MEGATRON)
     name = run.get("model_name_or_path")
     run.set_model(str(name.value), name)
     deepspeed = run.get("deepspeed")
