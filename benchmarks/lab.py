@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 def cases(patterns: list[str]) -> list[Case]:
     """Return the cases whose names match any of the patterns, all without one."""
     sys.path.insert(0, str(ROOT / "tests"))
+    from lab.devices import DEVICES
     from lab.memories import MEMORIES
     from lab.traces import TRACES
     from lab.trainings import TRAININGS
 
     wanted = patterns or ["*"]
-    return [
-        one for one in [*TRACES, *MEMORIES, *TRAININGS] if any(fnmatch.fnmatch(one.name, p) for p in wanted)
-    ]
+    every = [*TRACES, *DEVICES, *MEMORIES, *TRAININGS]
+    return [one for one in every if any(fnmatch.fnmatch(one.name, p) for p in wanted)]
 
 
 def row(one: Judgement) -> str:

@@ -36,6 +36,8 @@ class Backend:
     """Calls that copy, some of which block the host."""
     blocking_copies: re.Pattern[str] = _NEVER
     """Those that always block."""
+    allocations: re.Pattern[str] = _NEVER
+    """Calls that get memory from the device or the system, or give it back; most wait for the device."""
     graph_launches: re.Pattern[str] = _NEVER
     """Calls that launch a whole graph of kernels."""
     launches: re.Pattern[str] = _NEVER
@@ -59,6 +61,10 @@ BACKENDS: tuple[Backend, ...] = (
         waits=re.compile(r"cu(?:da)?(?:Stream|Device|Event|Ctx)Synchronize\w*"),
         copies=re.compile(r"cu(?:da)?Memcpy\w*"),
         blocking_copies=re.compile(r"cudaMemcpy"),
+        allocations=re.compile(
+            r"cu(?:da)?(?:(?:Malloc|Free|Host(?:Alloc|Register|Unregister))(?!\w*Async)|"
+            r"Mem(?:Alloc|Free|Create|Release|Map|Unmap|SetAccess|Address\w+e)$)(?:Host)?\w*"
+        ),
         graph_launches=re.compile(r"cu(?:da)?GraphLaunch\w*"),
         launches=re.compile(r"cu(?:da)?(?:Launch\w*Kernel\w*|GraphLaunch\w*|Memcpy\w*|Memset\w*)"),
         device_copies=re.compile(r"DtoD|PtoP"),
@@ -73,6 +79,10 @@ BACKENDS: tuple[Backend, ...] = (
         waits=re.compile(r"hip(?:Stream|Device|Event|Ctx)Synchronize\w*"),
         copies=re.compile(r"hipMemcpy\w*"),
         blocking_copies=re.compile(r"hipMemcpy|hipMemcpyWithStream"),
+        allocations=re.compile(
+            r"hip(?:(?:Ext)?Malloc|Free|Host(?:Malloc|Free)|Mem(?:Create|Release|Map|Unmap|SetAccess|"
+            r"Address\w+e)$)(?!\w*Async)\w*"
+        ),
         graph_launches=re.compile(r"hipGraphLaunch\w*"),
         launches=re.compile(r"hip(?:\w*Launch\w*Kernel\w*|GraphLaunch\w*|Memcpy\w*|Memset\w*)"),
         device_copies=re.compile(r"DtoD|PtoP|DeviceToDevice|PeerToPeer"),
@@ -168,6 +178,8 @@ always_blocks = _of_any(lambda row, call: waits_for_device(call) or row.blocking
 """Whether a host call always stops the host until the device has caught up, as some copies do."""
 may_block_for_copy = _of_any(lambda row, call: row.copies.fullmatch(call))
 """Whether a host call copies, which may block it."""
+allocates = _of_any(lambda row, call: row.allocations.fullmatch(call))
+"""Whether a host call gets memory from the device or gives it back, past torch's caches."""
 launches_graph = _of_any(lambda row, call: row.graph_launches.fullmatch(call))
 """Whether one host call launches a whole graph of kernels."""
 is_launch = _of_any(lambda row, call: row.launches.fullmatch(call))

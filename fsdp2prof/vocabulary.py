@@ -215,6 +215,7 @@ LEDGER_CAUSES = {
     "starved": Word("waiting for a processor", colour="#b07aa1"),
     "compilation": Word("compiling", colour="#8cd17d"),
     "garbage_collection": Word("garbage collection", colour="#499894"),
+    "allocation": Word("getting memory from the device", colour="#d37295"),
     "sync": Word("refilling the device after a synchronization", colour="#d6a5c9"),
     "queued": Word("launched, not yet started", colour="#d8d8d8"),
     "tracing": Word("tracing itself", colour="#e8e8e8"),

@@ -16,6 +16,8 @@ from fsdp2prof.analyzers.ledger.host_rules import (
     enter_optimizer,
     enter_tracing,
 )
+from fsdp2prof.analyzers.ledger.kernel_rules import enter_kernels
+from fsdp2prof.analyzers.ledger.link_rules import enter_links
 from fsdp2prof.analyzers.ledger.notes import notes
 from fsdp2prof.analyzers.ledger.other_rules import enter_other_communication, enter_saving
 from fsdp2prof.analyzers.ledger.rank_rules import enter_waits
@@ -72,10 +74,12 @@ def with_ledger(
         enter_optimizer,
         enter_starved,
         enter_tracing,
+        enter_links,
         enter_waits,
         enter_other_communication,
         enter_fsdp,
         enter_host,
+        enter_kernels,
         enter_work,
     ):
         rule(book)
@@ -154,10 +158,12 @@ _CAUTION = 0.5
 def in_order(entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
     """Return the told entries by what their remedies gain, then the others by their time."""
 
+    with_care = declared("ledger", "with_care")
+
     def key(entry: LedgerEntry) -> tuple[bool, float]:
         gain = entry.remedy.gain_ns if entry.remedy is not None else None
         worth = gain if entry.told and gain is not None else entry.ns
-        return not entry.told, -(worth * _CAUTION if entry.id in declared("ledger", "with_care") else worth)
+        return not entry.told, -(worth * _CAUTION if entry.told and entry.id in with_care else worth)
 
     return sorted(entries, key=key)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Literal, cast
@@ -24,6 +24,29 @@ _PLACES = 12
 """Places of an entry that are listed one by one."""
 _NEARLY_NONE = 0.05
 """Fraction of all communication whose waits may be unknown without a word."""
+
+_REASONS = {
+    "launch": "launched too late",
+    "communicator": "queued behind another collective of its process group",
+    "stream": "waited for earlier work of its stream",
+    "transfer": "its transfer took longer than usual",
+    "transfer_or_peer": "a slow transfer, or a rank that came late",
+    "kernel": "kernels of the late rank took longer",
+    "host": "the host of the late rank launched later",
+    "data_loader": "the late rank waited for its data loader",
+    "communication": "the late rank waited for others",
+    "links": "the late rank has slower links than other groups",
+    "unknown": "not known",
+    "loop": "a loop of small operators",
+    "outside": "work outside of training",
+    "outside_loop": "a loop of small operators outside of training",
+    "anomaly": "autograd's anomaly detection",
+    "workers": "worker processes make the batches",
+    "rebuilt": "a loader that is made anew",
+    "one_by_one": "an optimizer that goes through its parameters one by one",
+    "forwards": "forwards of checkpointed modules",
+}
+"""``why`` of a charge -> the same in words."""
 
 ALL = float("inf")
 """The gain of a remedy that gives back all time of its entry."""
@@ -81,6 +104,12 @@ class Book:
         """Parameter groups of the first rank that describes any."""
         return next((one.param_groups for one in self.manifests if one.param_groups), [])
 
+    @cached_property
+    def offloads(self) -> bool:
+        """Whether parameters stay on the host: the manifest says so, or layers copy theirs."""
+        copied = any(one.fqn is not None for one in self.left("offload"))
+        return copied or any(group.offload for group in self.groups)
+
     def rows(self, op: str) -> list[GroupRow]:
         """Collectives of layers, of one kind."""
         return [row for row in self.analysis.groups if row.op == op and row.fqn is not None]
@@ -126,12 +155,31 @@ class Book:
         return sites.most_common(1)[0][0] if sites else None
 
     def hideable_ns(self, charges: Iterable[Charge]) -> int:
-        """Return how much of some exposed time overlap could hide at most: as much as its phase computes."""
+        """Return how much of some exposed time overlap could hide at most: as much as its phase computes.
+
+        Of offloaded parameters the copies come first: what they are exposed for is not left to hide behind.
+        """
         exposed, compute = Counter[tuple[int, int, str]](), Counter[tuple[int, int, str]]()
-        for sums, those in ((exposed, charges), (compute, self.left("compute"))):
+        copies = self.left("offload") if self.offloads else []
+        for sums, those, sign in (
+            (exposed, charges, 1),
+            (compute, self.left("compute"), 1),
+            (compute, copies, -1),
+        ):
             for one in those:
-                sums[one.rank, one.step, one.phase] += one.ns
-        return sum(min(ns, compute[place]) for place, ns in exposed.items())
+                sums[one.rank, one.step, one.phase] += sign * one.ns
+        return sum(max(0, min(ns, compute[place])) for place, ns in exposed.items())
+
+    def least_ns(self, charges: Iterable[Charge], late: Collection[int] = ()) -> int:
+        """Return what an end of some charges gains on the rank that gains least, times the ranks.
+
+        The others wait for that one, and gain no more. ``late`` ranks, for which others wait, do not count.
+        """
+        gained = {rank.rank: 0 for rank in self.analysis.ranks if rank.rank not in late}
+        for one in charges:
+            if one.rank in gained and not one.caught_up:
+                gained[one.rank] += one.ns
+        return min(gained.values(), default=0) * len(self.analysis.ranks)
 
     # Words and amounts.
 
@@ -162,13 +210,15 @@ class Book:
         remedy: bool = True,
         known: object = True,
         calm: bool = False,
+        late: Collection[int] = (),
         **said: object,
     ) -> None:
         """Enter charges under the section ``key`` of ``findings/ledger.ini``, if there are any.
 
         An entry is reported if its remedy gains enough; a ``calm`` one is never reported alone, however
         long it takes: no change to the script affects it. Texts know ``cost`` (the sum of the charges), rank,
-        layer, evidence, and what else is ``said``. An entry is unsure where ``known`` is false.
+        layer, evidence, and what else is ``said``. An entry is unsure where ``known`` is false. ``late`` are
+        the ranks that the others wait for: a gain is at most that of the other rank that gains least.
         """
         if not charges:
             return
@@ -179,7 +229,8 @@ class Book:
         confidence, _, why_sure = (text("sure" if known else "unsure") or "high, measured").partition(", ")
         cure: LedgerRemedy | None = None
         if remedy and text("change"):
-            gain = total if gain_ns == ALL else gain_ns
+            most = self.least_ns(charges, late) if self.on_device else total
+            gain = None if gain_ns is None else min(gain_ns, most)
             cure = LedgerRemedy(
                 change=text("change"),
                 gain_ns=None if gain is None else gain / max(1, self.rank_steps),
@@ -270,7 +321,7 @@ class Book:
             phase=phase or "other",
             op=op,
             site=site,
-            why=why,
+            why=_REASONS.get(why, why) if why else None,
             total_ns=ns,
             ns=mean(ns, max(1, self.rank_steps)),
             count=count / self.rank_steps if count else None,

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import Any
 
-from fsdp2prof.analyzers.layers import in_phase, named_layer, times
+from fsdp2prof.analyzers.layers import in_phase, named_layer, numbered, times
 from fsdp2prof.analyzers.ledger.book import Book, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.machine import waits_for_processors
@@ -71,6 +71,7 @@ def enter_host(book: Book) -> None:
     _data_loader(book)
     _compilation(book)
     _garbage(book)
+    _allocation(book)
     _pauses(book)
     _syncs(book)
     _dispatch(book)
@@ -112,6 +113,28 @@ def _garbage(book: Book) -> None:
     mine = book.take("garbage_collection")
     count = sum(one.count for one in mine) / book.rank_steps
     book.enter(mine, "garbage_collection", {"collections_per_step": count, "site": book.main_site(mine)})
+
+
+def _allocation(book: Book) -> None:
+    """Enter calls that get memory from the device, past the caching allocator; in few steps it only grows."""
+    mine = book.take("allocation")
+    if not mine:
+        return
+    own = [one for one in mine if one.late_rank is None]
+    ranks = sorted({one.rank for one in own})
+    every = len(ranks) == len(book.analysis.ranks)
+    steps = book.rank_steps // len(book.analysis.ranks) * len(ranks)
+    count = sum(one.count for one in own) / max(1, steps)
+    book.enter(
+        mine,
+        "allocator_stalls",
+        {"calls_per_step": count},
+        rank=ranks[0] if len(ranks) == 1 and not every else None,
+        calm=len({(one.rank, one.step) for one in own}) < _OFTEN * steps,
+        whose="The host gets" if every else f"On {numbered('rank', ranks)} the host gets",
+        often=_often(count),
+        with_others="" if len(own) == len(mine) else "; with the other ranks' waiting",
+    )
 
 
 def _pauses(book: Book) -> None:
@@ -194,7 +217,7 @@ def _syncs(book: Book) -> None:
     """Enter the device's idle time after the host waited for it, with the copies that made it wait."""
     calls = book.analysis.host_syncs
     worst = max(calls, key=lambda row: row.blocked_ns, default=None)
-    if any(group.offload for group in book.groups) and (worst is None or worst.operator is None):
+    if book.offloads and (worst is None or worst.operator is None):
         book.put_back(
             [replace(one, cause="offload", count=0) for one in book.take("sync")]
         )  # FSDP waits for its copies

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Sequence
 from functools import partial
 
 from fsdp2prof.analyzers import findings
@@ -13,10 +11,13 @@ from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.steps import kinds_of_steps
 from fsdp2prof.labels import is_root
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo
-from fsdp2prof.results.finding import Finding, Severity
-from fsdp2prof.results.trace import KernelRow
+from fsdp2prof.results.finding import Finding
 from fsdp2prof.units import format_ns, plural
 
+_UNLIKE = 1.2
+"""How many times as many all-gathers make a step of another kind: a root that stays gathered has fewer."""
+_FIRST = 2
+"""Steps of a recording of which the first one counts like the others."""
 _KINDS = 3
 """Kinds of steps that have names of their own."""
 
@@ -31,24 +32,6 @@ def notes(book: Book) -> list[Finding]:
 def _anomaly(book: Book) -> list[Finding]:
     checks = sum(one.count for _, one in book.booked if one.why == "anomaly") / book.rank_steps
     return [finding("anomaly_detection", {"checks_per_step": checks})] if checks else []
-
-
-_SINGLE = re.compile(r"sgemm|simt_\w*gemm|gemm_f32f32_f32f32_f32")
-"""Names of matrix products in float32 that run beside the tensor cores (cuBLAS, CUTLASS)."""
-_MUCH_OF_COMPUTE = 0.3
-
-
-def without_tensor_cores(kernels: Sequence[KernelRow], step_ns: float) -> list[Finding]:
-    """Return the finding about float32 products that use no tensor core, if they take much of compute."""
-    compute = [one for one in kernels if one.kind == "compute"]
-    whole = sum(one.total_ns for one in compute)
-    spent = sum(one.total_ns for one in compute if one.name and _SINGLE.search(one.name))
-    if not whole or spent < _MUCH_OF_COMPUTE * whole:
-        return []
-    part = spent / step_ns
-    severity: Severity = "high" if part >= 0.3 else "medium" if part >= 0.1 else "low"
-    facts = {"compute_frac": spent / whole, "cost_frac": part}
-    return [finding("float32_without_tensor_cores", facts, severity=severity, spent=spent)]
 
 
 def _padding(book: Book) -> list[Finding]:
@@ -111,7 +94,10 @@ def _unlike_steps(book: Book) -> list[Finding]:
             for layers, which in sorted(kinds.items(), key=lambda kind: -len(kind[0]))
         ]
         return [_unlike("unlike_steps", told, list(kinds.values()), rank)]
-    if len(counts) > 1:
+    known = sorted({step.step for one in book.analysis.ranks if one.rank == rank for step in one.steps})
+    if len(known) > _FIRST:  # what stays gathered is so from the first step on
+        counts = {count: which for count, which in counts.items() if which != known[:1]}
+    if len(counts) > 1 and max(counts) >= _UNLIKE * max(1, min(counts)):
         told = [
             f"{count} in {numbered('step', which)} ({_each(book, rank, which)})"
             for count, which in counts.items()

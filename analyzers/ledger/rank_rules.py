@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from statistics import median_high
 
 from fsdp2prof.analyzers.layers import named_layer, numbered
 from fsdp2prof.analyzers.ledger.book import Book
@@ -21,6 +22,10 @@ _UNEVEN = 2
 """How many times as much as any other a rank loses to a cause that is its own."""
 _STEPS_OF_MORE_WORK = 2
 """Steps in which one rank has to have most work."""
+_NEARLY_ALL = 0.9
+"""Part of the waiting that is in a few steps."""
+_AS_LATE = 0.25
+"""Part of the others' waiting for a late rank below which a rank is as late itself."""
 _EXPLAINED = 0.5
 """Part of the waiting for a rank that its additional work has to explain."""
 _UNEVEN_WORK = 0.05
@@ -40,6 +45,8 @@ def enter_waits(book: Book) -> None:
     one place are a rank's own.
     """
     _from_the_start(book)
+    for cause in ("compilation", "allocation"):
+        _for_calls(book, cause)
     more = _more_work(book)
     late = book.analysis.cross_rank.late
     if late is not None and late.steady and book.on_device:
@@ -63,12 +70,15 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
     cost = sum(one.ns for one in mine)
     outside = max(1, among.compared - len(among.ranks))
     share = book.frac(cost) * len(book.analysis.ranks) / outside
-    least = _least(mine, {one.rank for one in among.ranks})
-    net = max(0.0, min(cost / outside - late.wait_ns, least)) * len(book.analysis.ranks)
+    ranks, behind = len(book.analysis.ranks), {one.rank for one in among.ranks}
+    equals = _as_late(book, mine, behind)
+    behind |= equals
+    together_late = sorted({rank, *equals})
+    net = max(0.0, min((cost / outside - late.wait_ns) * ranks, book.least_ns(mine, behind)))
     if share < book.thresholds.straggler_frac:
         book.put_back(mine)
         return
-    kind, text, fqn = _main_cause(mine)
+    kind, text, fqn = main_cause(mine)
     site = _main_site(mine, kind)
     others = "the other rank waits" if outside == 1 else "the other ranks wait"
     together = [one.rank for one in among.ranks if one is not late]
@@ -92,7 +102,7 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
     own = [cause for cause in _OWN_LOSS.get(kind, ()) if site != GARBAGE or cause == "garbage_collection"]
     for lost in own:
         mine += _own_loss(book, lost, rank)  # the same time as the others' waiting: it is gained once
-    mine += _own_excess(book, mine, rank, net / len(book.analysis.ranks))
+    mine += own_excess(book, mine, rank, net / ranks)
     book.enter(
         mine,
         key,
@@ -108,7 +118,11 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
         rank=rank,
         fqn=fqn,
         gain_ns=min(net, sum(one.ns for one in mine)),
+        late=behind,
         known=among.chance <= 0.1,
+        ranks_late=numbered("rank", together_late),
+        equals=sorted(equals) or None,
+        replayed=",".join(map(str, together_late)),
         others=others,
         beside=beside,
         reason=f"{text or 'unknown'}{at}",
@@ -119,12 +133,15 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
     )
 
 
-def _least(waits: Sequence[Charge], late: Collection[int]) -> int:
-    """Return what removing some waits gains on the rank that gains least, which the others then wait for."""
-    gained: Counter[int] = Counter()
+def _as_late(book: Book, waits: Sequence[Charge], late: Collection[int]) -> set[int]:
+    """Return other ranks that hardly wait for the late ones: they are as late, though never the last."""
+    waited = {rank.rank: 0 for rank in book.analysis.ranks if rank.rank not in late}
     for one in waits:
-        gained[one.rank] += 0 if one.caught_up else one.ns
-    return min((ns for rank, ns in gained.items() if rank not in late), default=0)
+        if one.rank in waited and not one.caught_up:
+            waited[one.rank] += one.ns
+    usual = median_high(waited.values()) if waited else 0
+    alike = {rank for rank, ns in waited.items() if ns < _AS_LATE * usual}
+    return alike if 2 * (len(alike) + len(late)) <= len(book.analysis.ranks) else set()
 
 
 def _own_loss(book: Book, cause: str, rank: int) -> list[Charge]:
@@ -136,12 +153,14 @@ def _own_loss(book: Book, cause: str, rank: int) -> list[Charge]:
     return book.take(cause, lambda one: one.rank == rank) if lost[rank] > _UNEVEN * others else []
 
 
-def _own_excess(book: Book, taken: Sequence[Charge], rank: int, wanted: float) -> list[Charge]:
+def own_excess(
+    book: Book, taken: Sequence[Charge], rank: int, wanted: float, causes: Sequence[str] = _WORKING
+) -> list[Charge]:
     """Take what a late rank spends beyond the others, up to the time by which it is late."""
     left = int(wanted) - sum(one.ns for one in taken if one.rank == rank)
     others = max(1, len(book.analysis.ranks) - 1)
     found: list[Charge] = []
-    for cause in _WORKING:
+    for cause in causes:
         spent: Counter[int] = Counter()
         for one in book.left(cause):
             spent[one.rank] += one.ns
@@ -162,7 +181,7 @@ def _main_site(charges: Sequence[Charge], kind: str) -> str | None:
     return sums.most_common(1)[0][0] if sums else None
 
 
-def _main_cause(charges: Sequence[Charge]) -> tuple[str, str | None, str | None]:
+def main_cause(charges: Sequence[Charge]) -> tuple[str, str | None, str | None]:
     """Return kind, words and layer of what made a rank late most."""
     sums: Counter[str] = Counter()
     texts: dict[str, Counter[tuple[str | None, str | None]]] = defaultdict(Counter)
@@ -180,6 +199,20 @@ def _for_loaders(book: Book) -> None:
     """Charge waiting for the rank whose batch came last to the data loader."""
     mine = book.take("uneven_ranks", lambda one: one.why == "data_loader")
     book.put_back(replace(one, cause="data_loader") for one in mine)
+
+
+def _for_calls(book: Book, cause: str) -> None:
+    """Charge waiting for the host of a rank that mostly compiles, or gets memory, meanwhile to that."""
+    spent: Counter[int | None] = Counter()
+    for one in book.left(cause):
+        spent[one.rank] += one.ns
+    waited: Counter[int | None] = Counter()
+    for one in book.left("uneven_ranks"):
+        waited[one.late_rank] += one.ns if one.why == "host" else 0
+    others = max(1, len(book.analysis.ranks) - 1)
+    late = {rank for rank, ns in spent.items() if ns >= _EXPLAINED * waited[rank] / others}
+    mine = book.take("uneven_ranks", lambda one: one.why == "host" and one.late_rank in late)
+    book.put_back(replace(one, cause=cause, count=0) for one in mine)
 
 
 def _for_pauses(book: Book) -> None:
@@ -240,14 +273,15 @@ def _more_work(book: Book) -> bool:
     if not mine or expected < max(_EXPLAINED * waited, book.thresholds.straggler_frac * _busy_ns(book, rank)):
         book.put_back(mine)
         return False
-    gain = _least(mine, {rank}) * len(book.analysis.ranks)
-    mine += _own_excess(book, mine, rank, waited)
+    gain = book.least_ns(mine, {rank})
+    mine += own_excess(book, mine, rank, waited)
     book.enter(
         mine,
         "straggler/more_work",
         {"rank": rank, "additional_ns_per_step": int(expected / steps), "kind": "kernel"},
         rank=rank,
         gain_ns=min(gain, sum(one.ns for one in mine)),
+        late={rank},
         does=does,
         work=change,
         replayed=rank if book.on_device else None,
@@ -285,9 +319,25 @@ def _take_turns(book: Book, late: LateRanks | None) -> None:
             needed=late.steps_needed,
         )
         return
-    kind, _, _ = _main_cause(mine)
+    kind, text, _ = main_cause(mine)
+    few = _few_steps(book, mine)
     key = "ranks_take_turns" if book.on_device else "ranks_take_turns/cpu"
-    book.enter(mine, key, {**facts, "kind": kind})
+    key = "ranks_take_turns/few_steps" if few and book.on_device else key
+    book.enter(mine, key, {**facts, "kind": kind}, few=numbered("step", few) if few else "", reason=text)
+
+
+def _few_steps(book: Book, waits: Sequence[Charge]) -> list[int]:
+    """Return the steps with nearly all of some waits, if they are less than half of the steps."""
+    steps = {step.step for rank in book.analysis.ranks for step in rank.steps}
+    spent: Counter[int] = Counter()
+    for one in waits:
+        spent[one.step] += one.ns
+    most: list[int] = []
+    for step, _ in spent.most_common():
+        most.append(step)
+        if sum(spent[one] for one in most) >= _NEARLY_ALL * spent.total():
+            break
+    return sorted(most) if 2 * len(most) < len(steps) else []
 
 
 def _facts(late: LateRanks) -> dict[str, EvidenceValue]:

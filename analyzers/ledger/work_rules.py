@@ -17,6 +17,7 @@ def enter_work(book: Book) -> None:
     """Enter what ran beside the training's own work, and all that no rule took."""
     _evaluation(book)
     _offload(book)
+    _copies(book)
     _rest(book)
 
 
@@ -65,9 +66,8 @@ def _without_some_model(book: Book) -> set[int]:
 
 def _offload(book: Book) -> None:
     """Enter exposed copies between host and device: CPU offload, or the training's own."""
-    mine = book.take("offload")
+    offloads, mine = book.offloads, book.take("offload")
     size, count = sum(one.bytes for one in mine), sum(one.count for one in mine)
-    offloaded = any(group.offload for group in book.groups) or any(one.fqn is not None for one in mine)
     pinned = all(group.offload_pin_memory for group in book.groups if group.offload)
     layers = [(fqn, ns) for fqn, ns in by_layer(mine) if fqn is not None]
     worst = layers[0][0] if layers else None
@@ -80,7 +80,7 @@ def _offload(book: Book) -> None:
     offloading = "cpu_offload" if pinned else "cpu_offload/unpinned"
     book.enter(
         mine,
-        offloading if offloaded else "host_copies",
+        offloading if offloads else "host_copies",
         {
             "bytes_per_step": size // book.rank_steps,
             "bytes_per_s": size * _GIGA / copying if copying else None,
@@ -89,6 +89,25 @@ def _offload(book: Book) -> None:
         fqn=worst,
         amount=amount,
         whose=whose,
+    )
+
+
+def _copies(book: Book) -> None:
+    """Enter FSDP's copies between buffers and parameters: units that stay gathered save those of backward."""
+    mine = book.take("fsdp_copy")
+    again: dict[str, int] = {}
+    for row in book.rows("all_gather"):
+        if row.phase == "backward" and row.count and row.fqn is not None:
+            again.setdefault(row.fqn, (row.payload_bytes or 0) // row.count)
+    much = book.on_device and book.frac(sum(one.ns for one in mine)) >= book.thresholds.high_cost_frac
+    book.enter(
+        mine,
+        "fsdp_copies",
+        fqn=worst_layer(mine),
+        gain_ns=sum(one.ns for one in mine if one.phase == "forward" and one.fqn in again),
+        memory_bytes=sum(again.values()) or None,
+        remedy=much,
+        calm=not much,
     )
 
 
@@ -108,9 +127,9 @@ def _recompute(book: Book) -> None:
 
 
 def _rest(book: Book) -> None:
-    """Enter recomputation, copies, launch latency, useful compute, and what nothing explains."""
+    """Enter recomputation, launch latency, useful compute, and what nothing explains."""
     _recompute(book)
-    named = {"fsdp_copy": "fsdp_copies", "queued": "launch_latency", "unknown": "unknown_idle"}
+    named = {"queued": "launch_latency", "unknown": "unknown_idle"}
     for cause in (*named, "compute"):
         mine = book.take(cause)
         book.enter(mine, named.get(cause, cause), fqn=worst_layer(mine))

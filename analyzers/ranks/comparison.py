@@ -27,9 +27,12 @@ from fsdp2prof.analyzers.ranks.stragglers import Lateness
 from fsdp2prof.analyzers.ranks.summary import RankSummary
 from fsdp2prof.results.communication import CrossRank, CrossRankGroup
 from fsdp2prof.tables import BoolArray, CollectiveTable, IntArray, concat_strings
+from fsdp2prof.vocabulary import op_label
 
 _LEAVE_TOGETHER = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})
 """Operations whose ranks all end at the same instant, up to the last hop."""
+_SLOWER, _TRANSFERS = 1.5, 3
+"""How many times as long the transfers of a group take as those of the fastest, in so many at least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +82,8 @@ def match(summaries: Sequence[RankSummary]) -> RankComparison:
     meeting = _meet(matched, start - shift, end - shift, island[clock[matched.rank]])
     step = matched.column([s.collectives.step for s in summaries])
     caused = stragglers.charge(matched, meeting.start, meeting.wait, step, len(summaries))
-    explained, lateness = stragglers.explain(summaries, matched, meeting.start, meeting.wait, caused)
+    slower = _slower(summaries, matched, meeting.transfer)
+    explained, lateness = stragglers.explain(summaries, matched, meeting.start, meeting.wait, caused, slower)
     waits = _per_rank(summaries, matched, meeting.wait)
     whole = {
         s.rank: _waits_known(s, waits[s.rank], met)
@@ -120,6 +124,47 @@ def match(summaries: Sequence[RankSummary]) -> RankComparison:
         lateness=_lateness(summaries, matched, caused, lateness),
         warnings=warnings,
     )
+
+
+def _slower(
+    summaries: Sequence[RankSummary], matched: Matched, transfer: IntArray
+) -> dict[int, tuple[int, str]]:
+    """Return collectives of groups in which transfers take clearly longer than the same ones in other groups.
+
+    The same are those of one mesh dimension with equal operation, dtype and bytes. Of each, the time beyond
+    the median of the fastest group, and what to say of it.
+    """
+    head = matched.first[:-1]
+    if not len(head):
+        return {}
+    tables = [s.collectives for s in summaries]
+    op = concat_strings([table.op for table in tables])
+    texts = [op, *(concat_strings([getattr(t, name) for t in tables]) for name in ("dtype", "mesh_dim"))]
+    lengths = np.cumsum([0, *(len(table) for table in tables)])
+    at = (lengths[matched.rank] + matched.row)[head]
+    sizes = [
+        np.concatenate([getattr(t, name) for t in tables])[at] for name in ("payload_bytes", "group_size")
+    ]
+    codes = [column.codes[at] for column in texts]
+    rated = np.flatnonzero((transfer > 0) & (sizes[0] >= 0) & (codes[2] >= 0))
+    kinds = np.stack([*codes, *sizes])[:, rated]
+    kind = np.unique(kinds, axis=1, return_inverse=True)[1].reshape(-1)
+    group = np.minimum.reduceat(matched.rank, head)[rated]
+    found: dict[int, tuple[int, str]] = {}
+    for one in range(int(kind.max(initial=-1)) + 1):
+        mine = kind == one
+        groups = {first: rated[mine & (group == first)] for first in np.unique(group[mine]).tolist()}
+        usual = min(int(np.median(transfer[numbers])) for numbers in groups.values())
+        for numbers in groups.values() if len(groups) > 1 else ():
+            middle = int(np.median(transfer[numbers]))
+            if len(numbers) >= _TRANSFERS and middle >= _SLOWER * usual:
+                name = op_label(op[int(at[numbers[0]])] or "other")
+                text = f"{name}s take {middle / usual:.2g} times as long as the same ones of other groups"
+                more = (transfer[numbers] - usual).tolist()
+                found |= {
+                    number: (ns, text) for number, ns in zip(numbers.tolist(), more, strict=True) if ns > 0
+                }
+    return found
 
 
 def _lateness(

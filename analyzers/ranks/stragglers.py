@@ -9,7 +9,7 @@ late it was: what lies further back its peers have mostly waited for already.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,6 +90,10 @@ _LOADER = "it waited longer for its data loader"
 _UNSEEN = "nothing in the trace took longer than on its peers"
 
 
+SLOW_LINKS = "links"
+"""Kind of what made a rank late whose collectives take longer than the same ones of other groups."""
+
+
 def charge(matched: Matched, start: IntArray, wait: IntArray, step: IntArray, ranks: int) -> Caused:
     """Charge each collective's waiting to its last rank.
 
@@ -108,10 +112,16 @@ def charge(matched: Matched, start: IntArray, wait: IntArray, step: IntArray, ra
 
 
 def explain(
-    summaries: Sequence[RankSummary], matched: Matched, start: IntArray, wait: IntArray, caused: Caused
+    summaries: Sequence[RankSummary],
+    matched: Matched,
+    start: IntArray,
+    wait: IntArray,
+    caused: Caused,
+    slower: Mapping[int, tuple[int, str]],
 ) -> tuple[list[Straggler], dict[int, list[tuple[Lateness, int]]]]:
     """Name the costliest stragglers with their layer and work, the worst first.
 
+    ``slower`` says of a collective how much longer its transfer takes than the same ones of other groups.
     Also return the weighted causes of each collective's last rank being late, where explained.
     """
     late_ns = start - _lower_medians(start, matched)[matched.collective]
@@ -119,7 +129,7 @@ def explain(
     lateness: dict[int, list[tuple[Lateness, int]]] = {}
     worst = np.argsort(-caused.by_rank, kind="stable")[:_RANKS]
     for rank in worst[caused.by_rank[worst] > 0].tolist():
-        for collective, causes in _follow(summaries, matched, late_ns, wait, rank):
+        for collective, causes in _follow(summaries, matched, late_ns, wait, rank, slower):
             if caused.latest[collective] != rank or not caused.caused_ns[collective]:
                 continue
             name = summaries[rank].rank
@@ -152,7 +162,12 @@ def _lower_medians(start: IntArray, matched: Matched) -> IntArray:
 
 
 def _follow(
-    summaries: Sequence[RankSummary], matched: Matched, late_ns: IntArray, wait: IntArray, rank: int
+    summaries: Sequence[RankSummary],
+    matched: Matched,
+    late_ns: IntArray,
+    wait: IntArray,
+    rank: int,
+    slower: Mapping[int, tuple[int, str]],
 ) -> Iterator[tuple[int, list[tuple[_Cause, int]]]]:
     """Go through a rank's collectives in program order; yield what it is late for at each, with amounts."""
     summary = summaries[rank]
@@ -174,6 +189,10 @@ def _follow(
             _forgive(history, waited)
             cause = _Cause(table.fqn[row], "communication", _waiting(table.process_group[row]))
             history.append(_Excess(cause, waited, int(table.end_ns[row]), group))
+        if number in slower:
+            excess, text = slower[number]
+            cause = _Cause(table.fqn[row], SLOW_LINKS, text)
+            history.append(_Excess(cause, excess, int(table.end_ns[row]), group))
 
 
 def _remainder(table: CollectiveTable, row: int, late: int, first: bool) -> _Cause:

@@ -17,12 +17,12 @@ import numpy as np
 
 from fsdp2prof.analyzers.ledger.account import with_ledger
 from fsdp2prof.analyzers.ledger.charges import RankCharges, settle
-from fsdp2prof.analyzers.ledger.notes import without_tensor_cores
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds
+from fsdp2prof.analyzers.means import mean
 from fsdp2prof.analyzers.ranks import comparison as ranks
 from fsdp2prof.analyzers.ranks import summary as rank_summary
 from fsdp2prof.analyzers.ranks.summary import DeviceWork, RankSummary
-from fsdp2prof.analyzers.steps import Window, unrecorded_step
+from fsdp2prof.analyzers.steps import Window, unrecorded_step, window_count
 from fsdp2prof.analyzers.trace import by_layer
 from fsdp2prof.analyzers.trace.accounting import breakdown, step_flops
 from fsdp2prof.analyzers.trace.charges import rank_charges
@@ -253,7 +253,10 @@ def merge(
         attribution=_total(analysis.attribution for analysis in analyses),
         cross_rank=comparison.result,
         findings=[],
-        warnings=[*(line for analysis in analyses for line in analysis.warnings), *comparison.warnings],
+        warnings=[
+            *dict.fromkeys(line for analysis in analyses for line in analysis.warnings),
+            *comparison.warnings,
+        ],
         prefetch=[row for rows in prefetch for row in rows],
         bandwidth=bandwidth_rows(
             collectives, references.peak_bus_bytes_per_s, [analysis.rank.rank for analysis in analyses]
@@ -261,6 +264,17 @@ def merge(
         host_syncs=sorted((row for a in analyses for row in a.host_syncs), key=lambda row: -row.blocked_ns),
         timeline=step_timeline(steps, comparison),
     )
+    windows = window_count(result.ranks)
+    if windows:
+        peaks = references.peak_flops_per_s, references.peak_memory_bytes_per_s
+        step_ns = mean(sum(step.duration_ns for one in result.ranks for step in one.steps), windows)
+        result = replace(
+            result,
+            kernels=kernel_rows((one.kernels for one in analyses), windows, step_ns),
+            operators=operator_rows((one.operators for one in analyses), windows, *peaks),
+            peak_flops_per_s=dict(references.peak_flops_per_s),
+            peak_memory_bytes_per_s=references.peak_memory_bytes_per_s,
+        )
     if result.rehearsed:  # whatever depends on how long a collective took
         groups = [replace(row, busbw_bytes_per_s=None) for row in result.groups]
         result = replace(result, groups=groups, prefetch=[], bandwidth=[], timeline=None)
@@ -285,21 +299,7 @@ def merge(
             )
         )
         result = with_ledger(result, charges, manifests, references.thresholds, extra)
-    result = summarise(result)
-    windows, step_ns = result.totals.windows, result.totals.step_ns
-    if not windows:
-        return result
-    peaks = references.peak_flops_per_s, references.peak_memory_bytes_per_s
-    kernels = kernel_rows((one.kernels for one in analyses), windows, step_ns)
-    single = without_tensor_cores(kernels, step_ns or 0.0) if result.ledger is not None and step_ns else []
-    return replace(
-        result,
-        findings=[*result.findings, *single],
-        kernels=kernels,
-        operators=operator_rows((one.operators for one in analyses), windows, *peaks),
-        peak_flops_per_s=dict(references.peak_flops_per_s),
-        peak_memory_bytes_per_s=references.peak_memory_bytes_per_s,
-    )
+    return summarise(result)
 
 
 def _why(one: RankAnalysis, rows: Sequence[PrefetchRow]) -> list[str | None]:

@@ -17,7 +17,7 @@ from fsdp2prof.analyzers.ledger.charges import Charge, CollectivePieces, RankCha
 from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.steps import STEP_LABEL
 from fsdp2prof.analyzers.trace.evaluation import evaluation
-from fsdp2prof.analyzers.trace.idle import idle_parts
+from fsdp2prof.analyzers.trace.idle import host_calls, idle_parts
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.analyzers.trace.script import (
     ANOMALY,
@@ -40,6 +40,7 @@ _IDLE = {
     "data_loader": "data_loader",
     "compilation": "compilation",
     "garbage_collection": "garbage_collection",
+    "allocation": "allocation",
     "device_sync": "sync",
     "memcpy": "sync",
     "queued": "queued",
@@ -247,6 +248,7 @@ class _Charging:
         known = {
             "compilation": _compiling(self._tables),
             "garbage_collection": self._tables.sighted.collections,
+            "allocation": host_calls(self._tables, backends.allocates),
         }
         for cause, times in known.items():
             parts[cause] = intervals.intersect(parts["host_bound"], times)
@@ -480,14 +482,18 @@ def _between_host_and_device(tables: RankTables, mask: BoolArray) -> IntArray:
 def _layers_of_copies(
     tables: RankTables, mask: BoolArray, fqn: Strings, phase: Strings
 ) -> tuple[Strings, Strings]:
-    """Give copies without a launch in the file the layer of the next activity of their stream."""
+    """Give copies without a launch in the file the layer of the kernel that follows on their stream.
+
+    A kernel that has no launch either says nothing: it may be of any layer before.
+    """
     work = tables.work
     rows = np.flatnonzero(mask)
     unknown = np.flatnonzero(work.launch_ns[rows] < 0)
     if not len(unknown):
         return fqn, phase
     layer = tables.phases.fqn.lookup(work.phase_row)
-    known = np.flatnonzero(layer.codes >= 0)
+    kernels = ~work.is_memcpy & (work.launch_ns < 0)
+    known = np.flatnonzero((layer.codes >= 0) | kernels)
     codes, when = fqn.codes.copy(), phase.codes.copy()
     for stream in intervals.distinct(work.stream[rows[unknown]]):
         there = known[work.stream[known] == stream]

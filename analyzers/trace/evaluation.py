@@ -94,7 +94,7 @@ def evaluation(tables: RankTables) -> Evaluation:
     left = [
         one
         for one in open_ones
-        if trained & set(one.modules) and not (one.start == last and _is_cut_off(tables, one))
+        if _alike(trained, one.modules) and not (one.start == last and _is_cut_off(tables, one))
     ]
     starts = np.array([one.start for one in left], dtype=np.int64)
     ends = np.array([one.end for one in left], dtype=np.int64)
@@ -105,6 +105,12 @@ def evaluation(tables: RankTables) -> Evaluation:
         if row >= 0
     ]
     return Evaluation(intervals.union(starts, ends), passes)
+
+
+def _alike(modules: Iterable[str], others: Iterable[str]) -> bool:
+    """Whether two passes share modules: the root's name is the same in every model."""
+    one, other = set(modules), set(others)
+    return bool((one - {""} or one) & (other - {""} or other))
 
 
 def _is_cut_off(tables: RankTables, one: _Pass) -> bool:
@@ -123,7 +129,7 @@ def _match(open_ones: list[_Pass], backward: Counter[str], updated: int) -> bool
     in_turns = False
     wanted = Counter(backward.values()).most_common(1)[0][0]
     for one in reversed(list(open_ones)):
-        if wanted and set(one.modules) & set(backward):
+        if wanted and _alike(backward, one.modules):
             open_ones.remove(one)
             in_turns |= one.start < updated
             wanted -= 1

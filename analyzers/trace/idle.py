@@ -70,7 +70,7 @@ def _device_parts(tables: RankTables, idle: Intervals) -> dict[str, Intervals]:
     calls = {"device_sync": backends.waits_for_device, "memcpy": backends.may_block_for_copy}
     begin, queue = start, _queue(tables)
     for cause, is_meant in calls.items():
-        blocked = _calls(tables, is_meant)
+        blocked = host_calls(tables, is_meant)
         inside = intervals.containing(blocked.start, blocked.end, begin) >= 0
         until = np.where(inside, empty_until, begin + _refilling(queue, blocked, begin, empty_until, launch))
         until = np.where(known, until, begin)
@@ -148,7 +148,7 @@ def _host_parts(tables: RankTables, idle: Intervals) -> dict[str, Intervals]:
     }
 
 
-def _calls(tables: RankTables, is_meant: Callable[[str], bool]) -> Intervals:
+def host_calls(tables: RankTables, is_meant: Callable[[str], bool]) -> Intervals:
     """When the host stood in a runtime call of some names."""
     events = tables.trace.events
     calls = runtime_calls(events)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2prof.cli import cli
+from fsdp2prof.run_directory import RUN_FILE
 from lab.case import Case, Training
 
 __all__ = ["Judgement", "Said", "document", "judge", "said"]
@@ -126,11 +127,14 @@ def _findings(analysed: Mapping[str, Any]) -> Iterator[Said]:
 
 
 def document(run: Path) -> dict[str, Any]:
-    """Analyse a run with default options, as a user does; the JSON stays beside it."""
+    """Analyse a run, or a folder of traces alone, with default options; the JSON stays beside it."""
     output = run.with_name(f"{run.name}.json")
     output.unlink(missing_ok=True)
-    cli.main(["analyze", "run", "-q", "-o", str(output), str(run)], standalone_mode=False)
-    return json.loads(output.read_bytes())
+    recorded = (run / RUN_FILE).exists()
+    verb = "run" if recorded else "trace"
+    cli.main(["analyze", verb, "-q", "-o", str(output), str(run)], standalone_mode=False)
+    found = json.loads(output.read_bytes())
+    return found if recorded else {"trace": found, **{key: found[key] for key in ("verdict", "findings")}}
 
 
 def step_ns(analysed: Mapping[str, Any]) -> float:

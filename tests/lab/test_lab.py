@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 
 from fsdp2prof.workflows.check import check_run
+from lab.devices import DEVICES
 from lab.judge import judge
 from lab.memories import MEMORIES
 from lab.traces import TRACES
 from lab.trainings import PACKAGES, TRAININGS
 
-CASES = {one.name: one for one in [*TRACES, *MEMORIES, *TRAININGS]}
+CASES = {one.name: one for one in [*TRACES, *DEVICES, *MEMORIES, *TRAININGS]}
 
 
 def test_every_fault_has_a_truth() -> None:
     """A fault that costs much has causes and a remedy that can be judged; names are unique."""
-    assert len(CASES) == len(TRACES) + len(MEMORIES) + len(TRAININGS)
+    assert len(CASES) == len(TRACES) + len(DEVICES) + len(MEMORIES) + len(TRAININGS)
     for one in CASES.values():
         assert (one.size == "much") <= (bool(one.causes) and bool(one.remedy)), one.name
         assert (one.training is None) != (one.write is None), one.name
@@ -47,6 +48,20 @@ QUICK = [
     "cuda/healthy/hsdp",
     "cuda/healthy/accumulation",
     "cuda/healthy/async",
+    "device/late-host-bare/much",
+    "device/slow-group/much",
+    "device/pcie/much",
+    "device/allocator/much",
+    "device/elementwise/much",
+    "device/copies/much",
+    "device/pageable/much",
+    "device/offload-bare/much",
+    "device/launches/little",
+    "device/queued/little",
+    "device/healthy/alone-bare",
+    "device/healthy/rccl-old",
+    "device/healthy/unlabelled-unnamed",
+    "device/healthy/thirty-two",
     "memory/logits/much",
     "memory/activations/little",
     "memory/no-sync/much",

@@ -143,7 +143,7 @@ def _param_group(root: int, layer: Layer, s: Schedule, groups: list[ProcessGroup
         padded_local_shape=[-(-rows // s.shard), columns],
         dtype=original,
         placement="Shard(dim=0)",
-        requires_grad=True,
+        requires_grad=root not in s.frozen_roots,
         all_gather_dtypes=[DTYPES[s.param_dtype]],
         all_gather_numels=[layer.numel // s.shard],
         optimized=True,
@@ -174,7 +174,7 @@ def _param_group(root: int, layer: Layer, s: Schedule, groups: list[ProcessGroup
         offload=s.offload,
         offload_pin_memory=s.offload,
         unshard_async_op=s.unshard_async_op,
-        requires_grad=True,
+        requires_grad=root not in s.frozen_roots,
         parameters=[parameter],
         forward_prefetch=list(layer.forward_prefetch),
         backward_prefetch=list(layer.backward_prefetch),
@@ -234,7 +234,7 @@ def _whole(gather_ns: int, reduce_ns: int) -> tuple[Layer, ...]:
     return (
         Layer(
             fqn="",
-            numel=244_000_000,
+            numel=2_440_000_000,
             forward_ns=12 * MS,
             backward_ns=24 * MS,
             all_gather_ns=gather_ns,
@@ -408,7 +408,9 @@ TRACES: list[Case] = [
         "fp32 parameters",
         "parameters_in_float32 communication_bound",
         "bfloat16|mixed|param_dtype",
-        schedule(blocks(all_gather_ns=6 * MS, reduce_scatter_ns=6 * MS), param_dtype="Float"),
+        schedule(
+            blocks(numel=400_000_000, all_gather_ns=6 * MS, reduce_scatter_ns=6 * MS), param_dtype="Float"
+        ),
         schedule(blocks(forward_ns=8 * MS, backward_ns=16 * MS), param_dtype="Float"),
         mended=schedule(blocks(all_gather_ns=3 * MS, reduce_scatter_ns=3 * MS), reduce_dtype="BFloat16"),
         name="fp32-parameters",

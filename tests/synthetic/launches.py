@@ -28,6 +28,13 @@ CHUNK_CAT_KERNEL = "void at::native::chunk_cat_cuda_kernel<float, c10::BFloat16>
 CAST_KERNEL = "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>"
 ADD_KERNEL = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"
 
+OPERATORS = {
+    "layer_norm": "aten::native_layer_norm",
+    "CUDAFunctor_add": "aten::add",
+    "softmax": "aten::softmax",
+}
+"""Part of a compute kernel's name -> operator that launches it; any other is a matrix product's."""
+
 NCCL_NAME = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter_Sum", "all_reduce": "AllReduce_Sum"}
 PARAM_COMMS_NAME = {
     "all_gather": "_allgather_base",
@@ -139,9 +146,11 @@ class Launcher:
                 if backward
                 else nullcontext()
             )
-            with outer, self.t.range("aten::mm", "cpu_op"), self._owned_by(layer):
+            name = layer.kernel_names[i % len(layer.kernel_names)] if layer.kernel_names else GEMM
+            operator = next((op for part, op in OPERATORS.items() if part in name), "aten::mm")
+            with outer, self.t.range(operator, "cpu_op"), self._owned_by(layer):
                 self.t.now += layer.host_ns
-                self.t.launch(COMPUTE, length, GEMM, "compute")
+                self.t.launch(COMPUTE, length, name, "compute")
 
     def user_range(self, name: str) -> AbstractContextManager[object]:
         return self.t.range(name) if self.s.user_ranges else nullcontext()

@@ -39,6 +39,8 @@ class Layer:
     backward_prefetch: tuple[str, ...] = ()
     sync: bool = False
     """Whether the module's forward ends in ``.item()``."""
+    kernel_names: tuple[str, ...] = ()
+    """Names of its compute kernels, in turns; empty: products in bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,14 @@ class Schedule:
     pause_range: str = ""
     host_copies: int = 0
     """Values that the end of a step copies to the host, which waits for each."""
+    host_copy_ns: int = 1_500
+    """Each of these copies on the device."""
+    pageable_input: bool = False
+    """Inputs come from memory that is not pinned: the host waits while they are copied."""
+    allocations: int = 0
+    """Blocks that the allocator gets from the device in each step, after freeing others: calls that wait for
+    the device, ``allocation_ns`` each."""
+    allocation_ns: int = 0
     slow_transfer: frozenset[tuple[str, str]] = frozenset()
     """(op, fqn) whose transfer takes four times as long."""
 

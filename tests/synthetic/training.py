@@ -63,9 +63,18 @@ class Trainer(Launcher):
                 self.t.now += self.s.loading_ns
         with self.t.range("aten::to", "cpu_op"), self.t.range("aten::copy_", "cpu_op"):
             stream = INPUT if self.s.input_stream else COMPUTE
-            self.t.launch(stream, self.s.input_ns, "Memcpy HtoD (Pinned -> Device)", "memcpy")
+            memory = "Pageable" if self.s.pageable_input else "Pinned"
+            copied = self.t.launch(stream, self.s.input_ns, f"Memcpy HtoD ({memory} -> Device)", "memcpy")
+            if self.s.pageable_input:
+                self.t.host[-1].end = self.t.now = copied.end
             if self.s.input_stream:
                 self.t.wait_stream(COMPUTE, self.t.tail[INPUT])
+        for _ in range(self.s.allocations):
+            for name in ("cudaFree", "cudaMalloc"):
+                with self.t.range("aten::empty", "cpu_op"):
+                    call = self.t.call(name, 0)
+                    self.t.now = max(self.t.now, *self.t.tail.values()) + self.s.allocation_ns // 2
+                    call.end = self.t.now
         for micro in range(self.s.microbatches):
             last = micro == self.s.microbatches - 1
             reduce = last or self.s.sync_every_microbatch
@@ -188,7 +197,8 @@ class Model:
 
     def _item(self) -> None:
         with self.t.range("aten::item", "cpu_op"), self.t.range("aten::_local_scalar_dense", "cpu_op"):
-            self.t.launch(COMPUTE, 1_500, "Memcpy DtoH (Device -> Pageable)", "memcpy")
+            length = 1_500 if self.x.phase == "forward" else self.s.host_copy_ns
+            self.t.launch(COMPUTE, length, "Memcpy DtoH (Device -> Pageable)", "memcpy")
             self.t.synchronize(COMPUTE)
 
     def _pre_forward(self, group: Group) -> Program:

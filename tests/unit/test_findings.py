@@ -401,9 +401,12 @@ def test_micro_batches_are_the_runs_own_word_where_it_has_one() -> None:
 
 def test_collectives_that_are_not_fsdps_are_told_apart() -> None:
     analysis = trace_analysis()
-    gathered = replace(analysis.groups[0], fqn=None, phase="other", exposed_ns=20 * MS)
     ranks = [replace(rank, device_type="cuda") for rank in analysis.ranks]
-    analysis = replace(analysis, ranks=ranks, groups=[*analysis.groups, gathered], findings=[])
+    gathered = [
+        replace(analysis.groups[0], rank=one.rank, fqn=None, phase="other", exposed_ns=20 * MS)
+        for one in ranks
+    ]
+    analysis = replace(analysis, ranks=ranks, groups=[*analysis.groups, *gathered], findings=[])
     (found,) = [finding for finding in find(analysis) if finding.id == "all_gather_outside_fsdp"]
     assert "full_tensor()" in found.message
     assert found.evidence["phases"] == "other"

@@ -18,7 +18,6 @@ from support.traces import TraceBuilder
 from synthetic import Layer, Schedule, record, transformer, write_run
 
 from fsdp2prof.analyzers.ledger.account import with_ledger
-from fsdp2prof.analyzers.ledger.notes import without_tensor_cores
 from fsdp2prof.analyzers.ledger.replayed import that_fit, with_replays
 from fsdp2prof.analyzers.ranks.summary import GARBAGE
 from fsdp2prof.analyzers.trace.collective_names import is_collective_kernel
@@ -26,7 +25,7 @@ from fsdp2prof.analyzers.trace.rank_tables import sighted
 from fsdp2prof.labels import parse_label
 from fsdp2prof.manifest import HostSpan, HostStep, MachineInfo, RankManifest, StepInfo
 from fsdp2prof.results.ledger import Ledger, LedgerEntry
-from fsdp2prof.results.trace import KernelRow, TraceAnalysis
+from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.vocabulary import LEDGER_CAUSES, layer_name
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job.job_files import open_job
@@ -187,21 +186,6 @@ def test_kernels_of_communication_libraries_are_communication(name: str) -> None
     assert not is_collective_kernel("hybrid_ep::metadata_preprocessing_kernel")
 
 
-def test_products_beside_the_tensor_cores_are_named_where_they_take_much_of_compute() -> None:
-    def kernel(name: str, total_ns: float) -> KernelRow:
-        return KernelRow(
-            name=name, kind="compute", count=1, total_ns=total_ns, mean_ns=total_ns, step_frac=None
-        )
-
-    single, half = (
-        kernel("ampere_sgemm_128x64_tn", 8 * MS),
-        kernel("ampere_bf16_s16816gemm_bf16_128x64", 2 * MS),
-    )
-    (found,) = without_tensor_cores([single, half], 20 * MS)
-    assert (found.evidence["compute_frac"], found.severity) == (0.8, "high")
-    assert without_tensor_cores([replace(single, total_ns=MS), replace(half, total_ns=9 * MS)], 20 * MS) == []
-
-
 def test_megatrons_ranges_are_labels_of_a_module() -> None:
     label = parse_label("MFSDP decoder.layers.3 backward")
     assert label is not None
@@ -306,25 +290,3 @@ def test_a_host_without_a_processor_is_not_the_scripts_fault(threads: int, propo
     assert (entry.remedy is not None) == proposed
     assert ("starved_host" in told(ledger)) == proposed
     assert any("The host was busy" in line for line in ledger.not_judged) != proposed
-
-
-@pytest.mark.parametrize(
-    ("name", "named"),
-    [
-        ("ampere_sgemm_128x64_tn", True),
-        ("cutlass_80_simt_sgemm_128x128_8x5_nn_align1", True),
-        ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize32x32x8", True),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", False),
-        ("sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x16", False),
-    ],
-)
-def test_float32_products_without_tensor_cores_are_a_finding(name: str, named: bool) -> None:
-    """60 of 100 ms of compute, of a step of 200 ms: 30 %; TF32 and bfloat16 run on tensor cores."""
-    kernels = [
-        KernelRow(name=each, kind="compute", count=1, total_ns=ms * 1e6, mean_ns=ms * 1e6, step_frac=0.0)
-        for each, ms in ((name, 60), ("softmax", 40))
-    ]
-    found = without_tensor_cores(kernels, 200e6)
-    assert [(one.id, one.severity) for one in found] == (
-        [("float32_without_tensor_cores", "high")] if named else []
-    )

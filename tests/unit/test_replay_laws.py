@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,11 +36,12 @@ QUICKER = ("bandwidth=2x", "bandwidth=inf", "compute=1.2x", "compute=3x")
 
 @st.composite
 def recordings(draw: st.DrawFn) -> tuple[list[Schedule], float]:
-    """One or two ranks, the second one slower or later; and the part of launches that the trace lost."""
+    """One to four ranks, others slower than the first or later than it; and the part of launches lost."""
     first = draw(schedules())
     ranks = [first]
-    if draw(st.booleans()):
-        ranks.append(first.scaled(draw(st.sampled_from([1.0, 1.3, 2.0]))))
+    for _ in range(draw(st.integers(0, min(3, first.shard * first.replicas - 1)))):
+        other = first.scaled(draw(st.sampled_from([1.0, 1.3, 2.0])))
+        ranks.append(replace(other, loading_ns=draw(st.sampled_from([0, 0, 2_000_000]))))
     lost = draw(st.sampled_from([0.0, 0.0, 0.3]))
     return ranks, lost
 
@@ -64,9 +66,11 @@ def job_of(ranks: list[Schedule], lost: float, folder: Path) -> tuple[Job, float
     return replay_job(programs).job, merge(analyses).totals.step_ns or 0.0
 
 
-def changed(job: Job, change: Change) -> tuple[Changed, Ran] | None:
+def changed(job: Job, *changes: Change) -> tuple[Changed, Ran] | None:
+    made = Changed(job=job, pace=Pace(), memory_bytes=0)
     try:
-        made = change.apply(Changed(job=job, pace=Pace(), memory_bytes=0))
+        for change in changes:
+            made = change.apply(made)
     except NotApplicableError:
         return None
     return made, run(made.job, made.pace)
@@ -92,32 +96,52 @@ def analysed(ran: RankRun, one: Activity) -> bool:
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(recorded=recordings())
-def test_no_change_breaks_a_law(recorded: tuple[list[Schedule], float], tmp_path: Path) -> None:
+@given(recorded=recordings(), mixed=st.randoms(use_true_random=False))
+def test_no_change_breaks_a_law(
+    recorded: tuple[list[Schedule], float], mixed: random.Random, tmp_path: Path
+) -> None:
+    """Changes one by one, and some of them together in any order."""
     job, step_ns = job_of(*recorded, tmp_path)
     before = run(job)
     assert mean_step_ns(before) == step_ns
-    alone = {one.program.rank: mean_step_ns(before, frozenset({one.program.rank})) for one in before.ranks}
-    tried = [
+    single = [
         *single_changes(job),
         *(parse_without(text.removeprefix("without ")) for text in REMOVED[2:] if len(job) > 1),
         *map(parse_change, QUICKER),
     ]
-    for change in tried:
-        made = changed(job, change)
-        if made is None:
-            continue
-        for old, new in zip(before.ranks, made[1].ranks, strict=True):
-            rank = new.program.rank
-            step = mean_step_ns(made[1], frozenset({rank}))
-            streams = {one.stream for one in new.program.activities.values()}
-            whole = step * len(new.program.steps)
-            assert whole >= max(busy(new, stream) for stream in streams), change.text
-            if change.text in REMOVED + QUICKER:
-                assert step <= alone[rank], change.text
-            if change.text in REMOVED:
-                assert all(busy(new, stream) >= busy(old, stream) for stream in streams), change.text
-                assert recorded[1] or whole >= host_work(new), change.text
+    tried = [[one] for one in single] + [mixed.sample(single, min(3, len(single))) for _ in range(4)]
+    for changes in tried:
+        made = changed(job, *changes)
+        if made is not None:
+            assert_laws(changes, before, made[1], recorded[1])
+
+
+def assert_laws(changes: list[Change], before: Ran, after: Ran, lost: float) -> None:
+    names = " and ".join(change.text for change in changes)
+    shorter = all(change.text in REMOVED + QUICKER for change in changes)
+    removed = all(change.text in REMOVED for change in changes)
+    for old, new in zip(before.ranks, after.ranks, strict=True):
+        rank = frozenset({new.program.rank})
+        step = mean_step_ns(after, rank)
+        streams = {one.stream for one in new.program.activities.values()}
+        whole = step * len(new.program.steps)
+        assert whole >= max(busy(new, stream) for stream in streams), names
+        if shorter:
+            assert step <= mean_step_ns(before, rank), names
+        if removed:
+            assert all(busy(new, stream) >= busy(old, stream) for stream in streams), names
+            assert lost or whole >= host_work(new), names
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(recorded=recordings(), kind=st.sampled_from(["bandwidth", "compute"]))
+def test_faster_is_never_slower(recorded: tuple[list[Schedule], float], kind: str, tmp_path: Path) -> None:
+    job, _ = job_of(*recorded, tmp_path)
+    steps = []
+    for times in ("1.1x", "1.5x", "2x", "8x"):
+        made = changed(job, parse_change(f"{kind}={times}"))
+        steps.append(mean_step_ns(made[1]) if made else 0.0)
+    assert steps == sorted(steps, reverse=True)
 
 
 def host_work(ran: RankRun) -> int:
