@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication_summary import summarise
-from fsdp2prof.estimators.config.choices import ChunkedBackward, base_of
+from fsdp2prof.estimators.config.choices import ChunkedBackward
 from fsdp2prof.estimators.config.extra_models import ExtraModel
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
-from fsdp2prof.estimators.config.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
 from fsdp2prof.estimators.execution.forward_flow import Flow, flow_of
 from fsdp2prof.estimators.execution.second_models import policy_of_others, with_role
@@ -24,78 +22,18 @@ from fsdp2prof.estimators.models.losses import head_of
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding.groups import ParameterGroup, freeze, parameter_groups
 from fsdp2prof.estimators.sharding.wrapping import reshard_rule
-from fsdp2prof.estimators.timeline.commands import Program
+from fsdp2prof.estimators.simulate.program import Program
+from fsdp2prof.estimators.techniques.registry import check_parallelism, notes_of, part_of
+from fsdp2prof.estimators.techniques.weight_sync import WeightSyncSpec, weight_sync
+from fsdp2prof.estimators.timeline.capture import capture_stitched
 from fsdp2prof.estimators.timeline.costs import add_executed
-from fsdp2prof.estimators.timeline.program import capture_stitched
-from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.traffic.parallel import (
     Ledger,
     add_parallel_traffic,
     counted_by_execution,
 )
-from fsdp2prof.estimators.traffic.parts import part_of
-from fsdp2prof.estimators.verdict.memory_notes import extra_model_notes
-from fsdp2prof.results.estimate import CommEstimate, WeightSync
+from fsdp2prof.results.estimate import CommEstimate
 from fsdp2prof.schedule import Axis, Event, ScheduledGroup, steady_step
-
-
-def weight_sync(
-    groups: Sequence[ParameterGroup], mesh: MeshSpec, policy: PolicySpec, spec: WeightSyncSpec
-) -> WeightSync:
-    """Bytes of one synchronisation, of the model whose parameter groups are given.
-
-    Raises ``ModelError`` for what is not modelled: parameters divided by other than FSDP, packed weights.
-    """
-    if mesh.tp * mesh.pp * mesh.ep > 1:
-        raise ModelError("weight_sync is modelled for FSDP and HSDP meshes: leave tp, pp and ep at 1")
-    if policy.lora is not None and policy.lora.quantized is not None:
-        raise ModelError("weight_sync of a quantized base: what engines are sent then is not modelled")
-    shards = mesh.fsdp_size
-    parameters = [parameter for group in groups for parameter in group.parameters]
-    by_unit = spec.per == "layer"
-    gathered = [
-        sum(p.padded_numel * dtype_bytes(p.gather_dtype if by_unit else p.dtype) for p in part)
-        for part in ([group.parameters for group in groups] if by_unit else [(p,) for p in parameters])
-    ]
-    sizes = [parameter.numel * dtype_bytes(spec.dtype) for parameter in parameters]
-    payload = sum(gathered) if shards > 1 else 0
-    wire = payload * (shards - 1) // shards
-    sent = sum(sizes) if spec.engines else 0
-    rate = spec.bandwidth_bytes_per_s
-    return WeightSync(
-        engines=spec.engines,
-        engine_tp=spec.tp,
-        dtype=spec.dtype,
-        per=spec.per,
-        gathers=len(gathered) if shards > 1 else 0,
-        gather_payload_bytes=payload,
-        gather_wire_bytes=wire,
-        broadcasts=len(sizes) if spec.engines else 0,
-        sent_bytes=sent,
-        received_bytes=sent * spec.engines * spec.tp,
-        kept_bytes=-(-sum(sizes) // spec.tp),
-        buffer_bytes=_buffer_bytes(groups, spec),
-        bandwidth_bytes_per_s=rate,
-        gather_seconds=None if rate is None else wire / rate,
-        send_seconds=None if rate is None else sent / rate,
-    )
-
-
-def _buffer_bytes(groups: Sequence[ParameterGroup], spec: WeightSyncSpec) -> int:
-    """Most bytes that a training rank holds gathered at once, with the cast copy of one tensor."""
-    whole: list[list[int]] = []
-    casts: list[list[int]] = []
-    for group in groups:
-        held = [(p, p.gather_dtype if spec.per == "layer" else p.dtype) for p in group.parameters]
-        whole.append([p.padded_numel * dtype_bytes(dtype) for p, dtype in held])
-        casts.append([p.numel * dtype_bytes(spec.dtype) * (dtype != spec.dtype) for p, dtype in held])
-    units = list(zip(whole, casts, strict=True))
-    if spec.per == "layer":
-        return max(sum(sizes) + max(copies) for sizes, copies in units)
-    if spec.per == "parameter":
-        return max(size + copy for sizes, copies in units for size, copy in zip(sizes, copies, strict=True))
-    return sum(map(sum, whole)) + max(map(max, casts))
-
 
 _POST_FORWARD_DIM = "dim_1"
 """torch's name for the inner dimension of the unnamed mesh of an integer ``reshard_after_forward``."""
@@ -156,7 +94,7 @@ def estimate_built(
         what = "expert parallelism" if mesh.tp == 1 or plan is None else plan.note
         notes.append(f"{what}; counted by executing a step")
         add_executed(ledger, executed)
-    notes += extra_model_notes(policy)
+    notes += notes_of("communication", mesh, policy)
     for root, extra in enumerate(policy.other_models, start=1):
         _add_second_model(ledger, extra, root, mesh, policy)
     if policy.other_models:
@@ -350,8 +288,4 @@ def _notes(policy: PolicySpec, flow: Flow) -> list[str]:
             if policy.rules.clipping_reduces_every_norm
             else "gradient clipping all-reduces the total norm once a step, as torch does before 2.10"
         )
-    if policy.fp8_all_gather:
-        notes.append("float8 scales are computed once a step in one all-reduce over all float8 weights")
-    if isinstance(base_of(policy.reshard), int) and policy.fp8_all_gather:
-        raise ModelError("reshard to a number of ranks is not supported by FSDP2 with float8 all-gather")
     return notes

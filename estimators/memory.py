@@ -29,9 +29,9 @@ from fsdp2prof.estimators.execution.engine import Execution
 from fsdp2prof.estimators.execution.stitching import execute_stitched
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.sharding.groups import parameter_groups
-from fsdp2prof.estimators.timeline.micro_batches import captured_policy
-from fsdp2prof.estimators.traffic.limits import check_parallelism
-from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.estimators.simulate.micro_batches import captured_policy
+from fsdp2prof.estimators.techniques.compilation import compile_notes
+from fsdp2prof.estimators.techniques.registry import check_parallelism, part_of
 from fsdp2prof.estimators.verdict.memory_fit import (
     advice,
     depends_on,
@@ -43,7 +43,6 @@ from fsdp2prof.estimators.verdict.memory_fit import (
 from fsdp2prof.estimators.verdict.memory_notes import (
     assumptions,
     check_modelled,
-    compile_notes,
     outside_allocator_bytes,
 )
 from fsdp2prof.estimators.verdict.memory_range import MeasuredPeaks, as_measured, unknowns, widest_first

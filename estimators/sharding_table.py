@@ -10,8 +10,7 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.sharding.groups import ParameterGroup, ShardedParameter, freeze, parameter_groups
-from fsdp2prof.estimators.traffic.limits import check_parallelism
-from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.estimators.techniques.registry import check_parallelism, part_of
 from fsdp2prof.tables.sharding import ParameterLayout, ShardingTable, ShardMesh
 
 

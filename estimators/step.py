@@ -1,6 +1,6 @@
 """``estimate step``: how long a training step takes that has not happened.
 
-The step's commands are captured from FSDP2 itself (:mod:`fsdp2prof.estimators.timeline.program`), costed for
+The step's commands are captured from FSDP2 itself (:mod:`fsdp2prof.estimators.timeline.capture`), costed for
 the cluster, and run through a simulation of the streams; the simulated step is a trace, and the analyses of
 recorded traces say where it goes.
 """
@@ -20,28 +20,26 @@ from fsdp2prof.estimators.config.measured import Measured, Slower, anchored, fit
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.config.shares import CONTENTION_FRACS, HOST_OPERATOR_NS
 from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.images import with_images
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.timeline.as_trace import trace_of
-from fsdp2prof.estimators.timeline.async_tensor_parallel import with_async_tensor_parallel
-from fsdp2prof.estimators.timeline.bubble import bubble_ns_of, with_waiting
-from fsdp2prof.estimators.timeline.calibrated import Calibration, PlacedCosts, placed
-from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program
-from fsdp2prof.estimators.timeline.context_parallel import with_context_parallel
-from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
-from fsdp2prof.estimators.timeline.float8 import compiled, with_float8
-from fsdp2prof.estimators.timeline.micro_batches import (
+from fsdp2prof.estimators.simulate.micro_batches import (
     captured_policy,
     for_all_micro_batches,
     repeated,
 )
+from fsdp2prof.estimators.simulate.program import Collective, Kernel, Program
+from fsdp2prof.estimators.simulate.streams import Timeline, host_tail_ns, simulate
+from fsdp2prof.estimators.techniques.registry import changed_program, check_parallelism
+from fsdp2prof.estimators.timeline.as_trace import trace_of
+from fsdp2prof.estimators.timeline.bubble import bubble_ns_of, with_waiting
+from fsdp2prof.estimators.timeline.calibrated import Calibration, PlacedCosts, placed
+from fsdp2prof.estimators.timeline.capture import capture_stitched
+from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
 from fsdp2prof.estimators.timeline.on_host import blocking, host_trace_of
-from fsdp2prof.estimators.timeline.program import capture_stitched
-from fsdp2prof.estimators.timeline.simulate import Timeline, host_tail_ns, simulate
-from fsdp2prof.estimators.traffic.limits import check_parallelism
-from fsdp2prof.estimators.verdict.step_range import CONTENTION, HOST_NS, assumptions_of, range_of
+from fsdp2prof.estimators.verdict.step_range import assumptions_of, range_of
 from fsdp2prof.results.estimate import EstimatedModel, HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.step import BreakdownNs, StepBreakdown
 from fsdp2prof.results.trace import TraceAnalysis
@@ -204,7 +202,7 @@ def prior_of(cluster: Cluster, anchors: Sequence[Anchor]) -> list[float]:
     )
     network = cluster.network.range if several and cluster.network is not None else (1.0, 1.0)
     links = (hardware.link_range[0] * network[0], hardware.link_range[1] * network[1])
-    host = (HOST_NS[0], HOST_NS[2])
+    host = (HOST_OPERATOR_NS[0], HOST_OPERATOR_NS[2])
     return [
         max(_REPEATED, log(high / low) / 2 / _OF_85_PERCENT)
         for low, high in (hardware.compute_range, links, host)
@@ -242,15 +240,7 @@ def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
     captured = captured_policy(mesh, policy)
     local = replace(captured, seq_len=policy.seq_len // mesh.cp)
     program = _captured(model, mesh, local, built)
-    if mesh.cp > 1:
-        elements = policy.sequences * policy.seq_len * (built.ring_width // mesh.tp)
-        fused = policy.compile and program.guessed_fusion is None
-        program = with_context_parallel(program, mesh.cp, elements, fused=fused)
-    program = with_float8(program, built, mesh, policy)
-    if policy.compile:
-        program = compiled(program, built.blocks)
-    if policy.async_tp:
-        program = with_async_tensor_parallel(program, mesh.tp)
+    program = changed_program(program, built, mesh, policy)
     return for_all_micro_batches(program, policy, captured)
 
 
@@ -352,8 +342,10 @@ def _costed(
     """Return a program as a cluster runs it, and what its commands cost there."""
     cluster.check_copy_engines(mesh)
     hardware = cluster.hardware
-    contention = CONTENTION[1] if hardware.overlap_slowdown_frac is None else hardware.overlap_slowdown_frac
-    pace = HostPace(operator_ns=hardware.host_operator_ns or HOST_NS[1])
+    contention = (
+        CONTENTION_FRACS[1] if hardware.overlap_slowdown_frac is None else hardware.overlap_slowdown_frac
+    )
+    pace = HostPace(operator_ns=hardware.host_operator_ns or HOST_OPERATOR_NS[1])
     costs = ClusterCosts(cluster=cluster, mesh=mesh, host=pace, contention_frac=contention)
     if not hardware.on_host and calibration is None:
         return program, costs

@@ -283,7 +283,8 @@ class Book:
         if remedy is not None and remedy.gain_ns is not None:
             more = joined.remedy.gain_ns if joined.remedy is not None else None
             gain = remedy.gain_ns + (joined.ns if more is None else more)
-            remedy = replace(remedy, gain_ns=gain, gain_frac=self.frac(gain * self.rank_steps))
+            part = self.frac(gain * self.rank_steps)
+            remedy = replace(remedy, gain_ns=gain, gain_frac=part, reason="everything at this place")
         self.entries[first] = replace(
             one,
             total_ns=total,

@@ -14,6 +14,8 @@ from fsdp2prof.analyzers.sharding.recorded import RecordedGroup, recorded_groups
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, ProcessGroupInfo, RankManifest, RunInfo
 from fsdp2prof.results.check import CheckRow
 from fsdp2prof.results.finding import Finding
+from fsdp2prof.results.trace import TraceAnalysis
+from fsdp2prof.units import dtype_bytes
 
 finding = partial(findings.finding, "sharding")
 
@@ -161,3 +163,18 @@ def _differing_variables(environments: Mapping[int, Mapping[str, str]]) -> Itera
     )
     if differing:
         yield finding("variables_differ", {"variables": differing})
+
+
+def all_reduces_of(trace: TraceAnalysis) -> list[list[int]]:
+    """Return elements of the first rank's all-reduces without a layer, by step; of alike ones their mean."""
+    if not trace.ranks:
+        return []
+    first = trace.ranks[0]
+    steps: dict[int, list[int]] = {step.step: [] for step in first.steps}
+    for row in trace.groups:
+        own = row.rank == first.rank and row.op == "all_reduce" and row.fqn is None
+        if own and row.step in steps and row.count and row.payload_bytes:
+            whole = row.payload_bytes // (dtype_bytes(row.dtype or "float32") or 4)
+            each = whole // row.count
+            steps[row.step] += [each] * (row.count - 1) + [whole - each * (row.count - 1)]
+    return list(steps.values())

@@ -6,18 +6,15 @@ The graph is traced from the block itself with inductor's decompositions, operat
 are marked as Dynamo marks them, and ``min_cut_rematerialization_partition`` decides what the forward saves.
 Nothing is compiled for a device: each half becomes a
 :class:`~fsdp2prof.estimators.compiler.program.Program`.
-
-What a checkpointed block's backward runs again: one rule for eager blocks and for the partitioner.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from inspect import signature
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,45 +33,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp2prof.estimators.compiler.graphs import CannotCompile, Graphs
 from fsdp2prof.estimators.compiler.program import Program
-from fsdp2prof.estimators.models.float8_weight import GatheredFloat8
+from fsdp2prof.estimators.techniques.float8.weight import GatheredFloat8
+from fsdp2prof.estimators.techniques.recomputation import Recompute, Selective
 from fsdp2prof.estimators.torch_rules import TorchRules
-
-MATMULS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
-_REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor"
-_ATTENTION = "aten._scaled_dot_product_"
-
-
-@dataclass(frozen=True, slots=True)
-class Selective:
-    """Some operators' results are saved: torchtitan's policy.
-
-    The first, third, ... matrix product, attention and reduce-scatters are; everything else is run again.
-    """
-
-    attention: bool = True
-    besides: frozenset[str] = frozenset()
-    """Other operators that are saved, as ``aten.abs``."""
-    recomputed_shapes: frozenset[tuple[int, ...]] = frozenset()
-    """Right factors (inner, outer) of products that are run again and not counted."""
-
-    def counts(self, target: object, arguments: Sequence[Any]) -> bool:
-        """Whether this is one of the products of which every other one is saved."""
-        return target in MATMULS and not (
-            self.recomputed_shapes and _shape(arguments[1]) in self.recomputed_shapes
-        )
-
-    def saves(self, target: object) -> bool:
-        """Whether the results of any other operator are saved."""
-        if target in MATMULS:
-            return False
-        name = str(target).rpartition(".")[0]
-        if name.startswith(_ATTENTION):
-            return self.attention
-        return name == _REDUCE_SCATTER or name in self.besides
-
-
-Recompute = Literal["none", "full"] | Selective
-"""What backward runs again: what the partitioner likes, all, or what is not selected."""
 
 
 def mark(joint: GraphModule, num_fwd_outputs: int, recompute: Recompute) -> None:
@@ -94,11 +55,6 @@ def mark(joint: GraphModule, num_fwd_outputs: int, recompute: Recompute) -> None
             policy = node.args[0].meta["recompute"]
         node.meta["recompute"] = policy
         node.meta["ac_graph_id"] = 0
-
-
-def _shape(factor: Any) -> tuple[int, ...]:
-    tensor = factor.meta["val"] if isinstance(factor, Node) else factor
-    return tuple(tensor.shape)
 
 
 def _forward(joint: GraphModule, num_fwd_outputs: int) -> set[Node]:

@@ -17,6 +17,7 @@ from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.documents import parse_yaml, read_text
 from fsdp2prof.estimators.config.option import options_of
 from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.config.shares import HOST_OPERATOR_NS
 
 _UNITS = {
     "tokens_per_s_per_gpu": "tokens/s on each GPU",
@@ -24,8 +25,6 @@ _UNITS = {
     "mfu": "of the peak",
     "peak_reserved_gib": "GiB reserved",
 }
-_HOST_NS = 5_000
-"""Default cost of issuing an operator where it was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +123,7 @@ def anchored(cluster: Cluster, slower: Slower) -> Cluster:
         else attention / slower.compute,
         host_link_gb_per_s=hardware.host_link_gb_per_s / slower.links,
         kernel_floor_ns=round(hardware.kernel_floor_ns * slower.compute),
-        host_operator_ns=round((hardware.host_operator_ns or _HOST_NS) * slower.host),
+        host_operator_ns=round((hardware.host_operator_ns or HOST_OPERATOR_NS[1]) * slower.host),
     )
     return replace(
         cluster,

@@ -83,3 +83,11 @@ passes of 4 bytes over each, one thread of an 8 x H100 node (ISEEKYAN/Megatron-L
 HOST_STARVED = 0.11
 """Rate of a rank over that where eight ranks share two cores, as a batch system may give a job: 17.2 s in the
 same table."""
+
+HOST_OPERATOR_NS = (3_000, 5_000, 10_000)
+"""What the eager host takes to issue an operator with its autograd bookkeeping: kindest, in the estimate
+(200,000 a second), harshest. Chosen, not published; ``bench`` measures it."""
+
+CONTENTION_FRACS = (0.05, 0.19, 0.40)
+"""How much longer a computing kernel takes while a collective is in flight, where it was not measured:
+kindest, in the estimate, harshest; 18.9 % on average, up to 40 %, in arXiv 2507.03114."""

@@ -59,12 +59,12 @@ from fsdp2prof.estimators.execution.training import (
 )
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.documents import documents_apart
-from fsdp2prof.estimators.models.float8_conversion import convert_linear_layers
-from fsdp2prof.estimators.models.float8_weight import Float8Shard, with_memory
 from fsdp2prof.estimators.models.llama import RMSNorm
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.models.quantized import PackedLinear
-from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.estimators.techniques.float8.layers import convert_linear_layers
+from fsdp2prof.estimators.techniques.float8.weight import Float8Shard, with_memory
+from fsdp2prof.estimators.techniques.quantized import PackedLinear
+from fsdp2prof.estimators.techniques.registry import part_of
 from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import TensorInfo
@@ -185,6 +185,60 @@ class Execution:
     """Address -> block of storages that were made for one block outside of its own work."""
 
 
+class FakeRank:
+    """A rank of a world that is not there: its models, sharded on meta, and what they run with."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        spec: ModelSpec,
+        sizes: MeshSpec,
+        policy: PolicySpec,
+        graphs: Graphs | None,
+        rank: int,
+    ) -> None:
+        self._sizes, self._policy = sizes, policy
+        self.mesh = stack.enter_context(fake_process_group(sizes, rank=rank))
+        self.mode = stack.enter_context(fake_tensors(follow_values=policy.follows_values))
+        stack.enter_context(attention_kernel(policy))
+        self.model = sharded_model(spec, sizes, policy, self.mesh, graphs=graphs)
+        self.seconds = second_models(self.model, spec, sizes, policy, self.mesh)
+        self.others = [second for second in self.seconds if not second.is_itself]
+        self.host = stack.enter_context(host_memory(offloads=policy.offload))
+
+    def loop(self, following: Callable[[], AbstractContextManager[object]] = nullcontext) -> TrainingLoop:
+        """Give the models their memory and return the training; ``following`` is around the trained one's."""
+        device = stand_in_device()
+        with following():
+            materialize(self.model.module, device, self.host)
+        for other in self.others:
+            materialize(other.model.module, device, self.host)
+        with following():
+            optimizer = build_optimizer(self.model, self._policy)
+        return TrainingLoop(
+            model=self.model,
+            seconds=self.seconds,
+            policy=self._policy,
+            optimizer=optimizer,
+            host=self.host,
+            device=device,
+            loss_is_parallel=self.model.divides_logits(self._sizes.tp, self._policy.loss_parallel),
+            stage=PipelineStage(self.model, self._sizes, self._policy) if self._sizes.pp > 1 else None,
+        )
+
+
+@contextmanager
+def fake_rank(
+    spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, graphs: Graphs | None = None, rank: int = 0
+) -> Iterator[FakeRank]:
+    """Be ``rank`` of ``mesh``, where every tensor is fake; blocks are compiled into ``graphs`` where given.
+
+    Raises ``ModelError`` for models that cannot be built or sharded.
+    """
+    with ExitStack() as stack:
+        yield FakeRank(stack, spec, mesh, policy, graphs, rank)
+
+
 def execute(
     spec: ModelSpec,
     mesh: MeshSpec,
@@ -202,51 +256,29 @@ def execute(
     """
     if policy.keep_logits is not None and mesh.pp > 1:
         raise ModelError("keep_logits: a pipeline's last stage holds its outputs as torch's schedule does")
-    with ExitStack() as stack:
-        device_mesh = stack.enter_context(fake_process_group(mesh))
-        mode = stack.enter_context(fake_tensors(follow_values=policy.follows_values))
-        stack.enter_context(attention_kernel(policy))
-        model = sharded_model(spec, mesh, policy, device_mesh, graphs=graphs)
-        seconds = second_models(model, spec, mesh, policy, device_mesh)
-        others = [second for second in seconds if not second.is_itself]
-        host = stack.enter_context(host_memory(offloads=policy.offload))
-        tracker = StorageTracker(fake_mode=mode)
+    with fake_rank(spec, mesh, policy, graphs=graphs) as rank:
+        model, host = rank.model, rank.host
+        tracker = StorageTracker(fake_mode=rank.mode)
         provenance = BlockProvenance(model.module, model.blocks, tracker)
         with tracker:
             tracker.mark_step(0)
             with host():
                 on_host = torch.empty(1)
-            with provenance.following():
-                materialize(model.module, stand_in_device(), host)
-            for other in others:
-                materialize(other.model.module, stand_in_device(), host)
-            with provenance.following():
-                optimizer = build_optimizer(model, policy)
-            stage = PipelineStage(model, mesh, policy) if mesh.pp > 1 else None
-            loop = TrainingLoop(
-                model=model,
-                seconds=seconds,
-                policy=policy,
-                optimizer=optimizer,
-                host=host,
-                device=stand_in_device(),
-                loss_is_parallel=model.divides_logits(mesh.tp, policy.loss_parallel),
-                stage=stage,
-            )
+            loop = rank.loop(provenance.following)
             for step in range(1, steps + 1):
                 tracker.mark_step(step)
-                with watched(device_mesh) if watched is not None and step == steps else nullcontext():
+                with watched(rank.mesh) if watched is not None and step == steps else nullcontext():
                     with naming_the_culprit(spec):
                         loop.forward_backward()
                     with provenance.following(loop.optimizer):
                         loop.update()
             tensors = list(_known_tensors(model.module, loop.optimizer, tracker, MODEL_ROOT, policy.roots))
-            for other in others:
+            for other in rank.others:
                 _reshard(other.model.module)
                 assert other.root is not None
                 tensors += _known_tensors(other.model.module, None, tracker, other.root, policy.roots)
-            if stage is not None:
-                tensors += _receive_buffers(stage, tracker)
+            if loop.stage is not None:
+                tensors += _receive_buffers(loop.stage, tracker)
             counts_on_host = IMPLEMENTATIONS[policy.optimizer_impl].counts_on_host
             counters = _step_counters(loop.optimizer, tracker) if counts_on_host else []
             mark = tracker.address(on_host)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,10 +13,7 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.execution.engine import sharded_model
-from fsdp2prof.estimators.execution.fake_world import fake_process_group, host_memory, stand_in_device
-from fsdp2prof.estimators.execution.training import build_optimizer, materialize
-from fsdp2prof.fake_tensors import fake_tensors
+from fsdp2prof.estimators.execution.engine import fake_rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,14 +35,9 @@ def states_of_rank(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, rank: in
 
     Raises ``ModelError`` for a model that cannot be sharded and an optimizer that cannot take a step.
     """
-    policy = replace(policy.without_checkpointing(), float8=None, fp8_all_gather=False)
-    with ExitStack() as stack:
-        device_mesh = stack.enter_context(fake_process_group(mesh, rank=rank))
-        stack.enter_context(fake_tensors())
-        model = sharded_model(spec, mesh, policy, device_mesh)
-        host = stack.enter_context(host_memory(offloads=policy.offload))
-        materialize(model.module, stand_in_device(), host)
-        optimizer = build_optimizer(model, policy)
+    policy = replace(policy.without_checkpointing(), float8=None, fp8_all_gather=False, extra_model=None)
+    with fake_rank(spec, mesh, policy, rank=rank) as world:
+        model, optimizer = world.model, world.loop().optimizer
         if optimizer is None:
             return []
         for parameter in model.module.parameters():

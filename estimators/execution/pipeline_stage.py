@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,39 +24,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
 from fsdp2prof.estimators.config.mesh import MeshSpec
-from fsdp2prof.estimators.config.pipeline import has_ends, schedule_rule
+from fsdp2prof.estimators.config.pipeline import has_ends
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.fake_world import stand_in_device
 from fsdp2prof.estimators.models.decoder import RECEIVED_AS
 from fsdp2prof.estimators.models.losses import logits_loss, logits_of
 from fsdp2prof.estimators.models.model import Batch, Model
-from fsdp2prof.estimators.traffic.pipeline_order import (
-    InFlight,
+from fsdp2prof.estimators.techniques.pipeline import micro_batches_under_way
+from fsdp2prof.estimators.techniques.pipeline_order import (
     Kind,
-    enough_micro_batches,
-    in_flight,
     neighbours_of,
     order_of,
 )
 from fsdp2prof.labels import PIPELINE_ACTION
-
-
-def micro_batches_in_flight(mesh: MeshSpec, policy: PolicySpec) -> int:
-    """Most micro-batches whose forward has run and whose backward has not."""
-    return micro_batches_under_way(mesh, policy).forwards
-
-
-def micro_batches_under_way(mesh: MeshSpec, policy: PolicySpec) -> InFlight:
-    """Most micro-batches that wait for their backward, for the weights' part of it, and for either.
-
-    Several stages of a rank count as parts of one, rounded up to whole micro-batches.
-    """
-    schedule, stages, micro_batches = policy.pp_schedule, policy.stages_per_rank, policy.grad_accum
-    if schedule_rule(schedule).forwards_first:
-        return InFlight(micro_batches, 0, micro_batches)
-    enough = enough_micro_batches(schedule, mesh.pp, micro_batches)
-    most = in_flight(order_of(schedule, mesh.pp, enough)[policy.pp_stage])
-    return InFlight(*(min(-(-count // stages), micro_batches) for count in astuple(most)))
 
 
 class PipelineStage:

@@ -17,13 +17,11 @@ from fsdp2prof.estimators.config.choices import Loss
 from fsdp2prof.estimators.config.extra_models import ExtraModel
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.models.adapters import without_adapters
 from fsdp2prof.estimators.models.losses import head_of, score_of_model
 from fsdp2prof.estimators.models.model import Batch, Model
+from fsdp2prof.estimators.simulate.program import WITHOUT_GRADIENTS
+from fsdp2prof.estimators.techniques.adapters import without_adapters
 from fsdp2prof.labels import root_label
-
-WITHOUT_GRADIENTS = "fsdp2prof::without_gradients"
-"""Range around each forward of a model that runs forward only."""
 
 MODEL_ROOT = 0
 """Index of the trained model's root where there are several; the others follow in order."""

@@ -10,10 +10,11 @@ extended linearly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile, zip_longest
 from math import lcm
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,7 +24,10 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.engine import Execution, execute
-from fsdp2prof.estimators.execution.extension import (
+from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.sharding.wrapping import fold_blocks, names_a_block
+from fsdp2prof.estimators.simulate.extend import (
     CannotRepeatError,
     Copy,
     Event,
@@ -33,10 +37,7 @@ from fsdp2prof.estimators.execution.extension import (
     Unrolling,
     prefix_of,
 )
-from fsdp2prof.estimators.models.build import build_model
-from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.sharding.wrapping import fold_blocks, names_a_block
-from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.estimators.techniques.registry import part_of
 from fsdp2prof.labels import parse_label
 from fsdp2prof.manifest import TensorInfo
 from fsdp2prof.tables import NEVER, AllocationTable, IntArray, LabelTable, MemoryRecording, Strings
@@ -60,29 +61,50 @@ def execute_stitched(
     full = build_model(spec, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     if mesh.pp == 1:
         full = part_of(full, mesh, policy)
-    if mesh.pp > 1:
-        stage = execute(spec, mesh, policy, graphs=graphs)
-        return stage, f"all {len(stage.blocks)} blocks of the pipeline stage executed"
-    blocks = full.blocks
-    policy = fold_blocks(policy, blocks)
-    depths = depths_to_execute(spec, mesh, policy, full)
-    if depths is None:
-        return execute(spec, mesh, policy, graphs=graphs), f"all {len(blocks)} blocks executed"
-    shallow, period = depths
-    executions = (
-        execute(spec.with_layers(shallow + attempt * period), mesh, policy, graphs=graphs)
-        for attempt in range(ATTEMPTS + 1)
-    )
-    for first, second in pairwise(executions):
+    policy = fold_blocks(policy, full.blocks)
+
+    def extended(first: Execution, second: Execution, _: int, period: int) -> Execution | None:
         growth = growth_between(first, second, period)
-        if growth is not None:
-            stitched = replace(extend(first, blocks, period, growth), parameters=full.parameters)
-            return stitched, (
-                f"{len(first.blocks)} and {len(second.blocks)} blocks executed, found to repeat exactly, "
-                f"and repeated to {len(blocks)}"
-            )
-    whole = execute(spec, mesh, policy, graphs=graphs)
-    return whole, f"all {len(blocks)} blocks executed: the middle ones differ"
+        if growth is None:
+            return None
+        return replace(extend(first, full.blocks, period, growth), parameters=full.parameters)
+
+    made, how = run_stitched(
+        lambda model: execute(model, mesh, policy, graphs=graphs), extended, spec, mesh, policy, full
+    )
+    return made, f"all {len(made.blocks)} blocks of the pipeline stage executed" if mesh.pp > 1 else how
+
+
+_Run = TypeVar("_Run")
+
+
+def run_stitched(
+    run: Callable[[ModelSpec], _Run],
+    extended: Callable[[_Run, _Run, int, int], _Run | None],
+    spec: ModelSpec,
+    mesh: MeshSpec,
+    policy: PolicySpec,
+    full: Model,
+) -> tuple[_Run, str]:
+    """Run a model as if in full, and say how: what ``run`` returns of it, and one sentence.
+
+    ``extended`` makes the run of ``full`` from that of a few blocks and that of a period more, given both
+    numbers, or returns ``None`` where these do not repeat. The policy's names are folded already.
+    """
+    depths, differ = depths_to_execute(spec, mesh, policy, full), ""
+    if depths is not None:
+        shallow, period = depths
+        tried = range(shallow, shallow + ATTEMPTS * period + 1, period)
+        runs = (run(spec.with_layers(blocks)) for blocks in tried)
+        for blocks, (first, second) in zip(tried, pairwise(runs), strict=False):
+            made = extended(first, second, blocks, period)
+            if made is not None:
+                return made, (
+                    f"{blocks} and {blocks + period} blocks executed, found to repeat exactly, "
+                    f"and repeated to {len(full.blocks)}"
+                )
+        differ = ": the middle ones differ"
+    return run(spec), f"all {len(full.blocks)} blocks executed{differ}"
 
 
 def depths_to_execute(

@@ -25,10 +25,10 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.of_run.policy import values_of_run
+from fsdp2prof.estimators.simulate.micro_batches import with_all_commands
+from fsdp2prof.estimators.simulate.program import Kernel, Program
 from fsdp2prof.estimators.timeline.calibrated import Calibration
-from fsdp2prof.estimators.timeline.commands import Kernel, Program
 from fsdp2prof.estimators.timeline.costs import Place, family_of, kernel_ns, places_of
-from fsdp2prof.estimators.timeline.micro_batches import with_all_commands
 from fsdp2prof.manifest import RankManifest
 
 

@@ -17,14 +17,14 @@ from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
-from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_under_way
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.planner.fast import Score
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
 from fsdp2prof.estimators.planner.search import Scored, Search, ranked
 from fsdp2prof.estimators.step import StepFigures, step_figures
-from fsdp2prof.estimators.traffic.pipeline_order import neighbours_of
+from fsdp2prof.estimators.techniques.pipeline import micro_batches_under_way
+from fsdp2prof.estimators.techniques.pipeline_order import neighbours_of
 from fsdp2prof.estimators.verdict.memory_fit import deciding
 
 

@@ -15,6 +15,7 @@ from math import prod
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.pipeline import has_ends
 from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.config.shares import CONTENTION_FRACS
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.planner.fast_costs import (
     BlockCost,
@@ -28,7 +29,6 @@ from fsdp2prof.estimators.planner.fast_costs import (
 )
 from fsdp2prof.estimators.planner.profile import BlockKind, BlockProfile
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
-from fsdp2prof.estimators.timeline.costs import CONTENTION_FRAC
 from fsdp2prof.schedule import BlockCounts, block_counts
 
 
@@ -124,7 +124,7 @@ class FastModel:
         self._width = 0 if model.config is None else model.config.dim
         cluster = request.cluster.with_attention(request.policy.attention)
         measured = cluster.hardware.overlap_slowdown_frac
-        self._hidden_cost = 1 - 1 / (1 + (CONTENTION_FRAC if measured is None else measured))
+        self._hidden_cost = 1 - 1 / (1 + (CONTENTION_FRACS[1] if measured is None else measured))
         """Time that compute loses while a collective of unit length is in flight."""
         self._costs = FastCosts(cluster, profiles, compiled=request.policy.compile)
         self._traffic = lru_cache(maxsize=1 << 14)(self._traffic_of)

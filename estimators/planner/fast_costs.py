@@ -19,17 +19,17 @@ from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.pipeline import PipelineSchedule
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_under_way
 from fsdp2prof.estimators.planner.profile import BlockProfile, Shapes, Stretch, element_bytes
-from fsdp2prof.estimators.timeline.commands import Collective, Work
-from fsdp2prof.estimators.timeline.context_parallel import ring_merges
-from fsdp2prof.estimators.timeline.costs import ClusterCosts, kernel_ns, transfer
-from fsdp2prof.estimators.traffic.pipeline_order import (
+from fsdp2prof.estimators.simulate.program import Collective, Work
+from fsdp2prof.estimators.techniques.context_parallel import ring_merges
+from fsdp2prof.estimators.techniques.pipeline import micro_batches_under_way
+from fsdp2prof.estimators.techniques.pipeline_order import (
     enough_micro_batches,
     neighbours_of,
     order_of,
     waiting_ns,
 )
+from fsdp2prof.estimators.timeline.costs import ClusterCosts, kernel_ns, transfer
 from fsdp2prof.estimators.verdict.memory_notes import outside_allocator_bytes
 
 Layout = tuple[int, int, str]

@@ -23,18 +23,27 @@ from fsdp2prof.estimators.config.choices import CheckpointingMode
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
-from fsdp2prof.estimators.execution.extension import CannotRepeatError
 from fsdp2prof.estimators.memory import MemoryPrediction, predict_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.planner.request import PlanRequest
 from fsdp2prof.estimators.sharding.groups import ShardedParameter, parameter_groups
+from fsdp2prof.estimators.simulate.extend import CannotRepeatError
+from fsdp2prof.estimators.simulate.extend_commands import Part, parts_of
+from fsdp2prof.estimators.simulate.program import (
+    Collective,
+    Command,
+    Enter,
+    Kernel,
+    Leave,
+    Shape,
+    Work,
+    labelled,
+)
 from fsdp2prof.estimators.step import program_of
-from fsdp2prof.estimators.timeline.commands import Collective, Command, Enter, Kernel, Leave, Shape, Work
+from fsdp2prof.estimators.techniques.registry import part_of
+from fsdp2prof.estimators.timeline.capture import execute_and_capture
 from fsdp2prof.estimators.timeline.costs import HostPace
-from fsdp2prof.estimators.timeline.deepen import Part, parts_of
-from fsdp2prof.estimators.timeline.program import execute_and_capture
-from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.tables import BoolArray, IntArray
 
 Shapes: TypeAlias = tuple[Shape, ...]
@@ -311,18 +320,13 @@ def _inside_fsdp(before: Sequence[Command]) -> bool:
 def _stretch(commands: Sequence[Command]) -> Stretch:
     works: list[Work] = []
     passed: list[tuple[str, int, str]] = []
-    labels: list[str] = []
     under: dict[str, list[Command]] = {"FSDP::all_gather": [], "FSDP::post_backward_reduce": []}
-    for command in commands:
+    for command, labels in labelled(commands):
+        around = labels[:-1] if isinstance(command, Enter) else labels
         for prefix, inside in under.items():
-            if any(label.startswith(prefix) for label in labels):
+            if any(label.startswith(prefix) for label in around):
                 inside.append(command)
-        if isinstance(command, Enter):
-            labels.append(command.name)
-        elif isinstance(command, Leave):
-            if labels:
-                labels.pop()
-        elif isinstance(command, Collective):
+        if isinstance(command, Collective):
             if command.mesh_dim in ("tp", "ep"):
                 passed.append((command.op, command.payload_bytes, command.mesh_dim))
         elif isinstance(command, Kernel) and command.work is not None and not _of_fsdp(labels):

@@ -20,7 +20,7 @@ from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.planner.fast import FastModel, Score
 from fsdp2prof.estimators.planner.profile import units_of_ends
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest, family_of
-from fsdp2prof.estimators.traffic.limits import check_parallelism
+from fsdp2prof.estimators.techniques.registry import check_parallelism
 
 _MAX_CP = 16
 _MAX_BATCH = 32

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdp2prof.estimators.timeline.commands import Collective, Enter, HostWait, Kernel, Leave, Program, Work
-from fsdp2prof.estimators.timeline.simulate import Timeline
+from fsdp2prof.estimators.simulate.program import Collective, Enter, HostWait, Kernel, Leave, Program, Work
+from fsdp2prof.estimators.simulate.streams import Timeline
 from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
 from fsdp2prof.tables import (
     CollectiveArgs,

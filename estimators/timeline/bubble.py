@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import numpy as np
 
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.timeline.commands import Enter, Kernel, Leave, Program
-from fsdp2prof.estimators.timeline.simulate import Timeline
-from fsdp2prof.estimators.traffic.pipeline_order import Kind, enough_micro_batches, order_of, waiting_ns
-from fsdp2prof.labels import AUTOGRAD_NODE, PIPELINE_ACTION
+from fsdp2prof.estimators.simulate.program import Kernel, Program, ends_of_backward, in_backward, labelled
+from fsdp2prof.estimators.simulate.streams import Timeline
+from fsdp2prof.estimators.techniques.pipeline_order import Kind, enough_micro_batches, order_of, waiting_ns
+from fsdp2prof.labels import PIPELINE_ACTION
 from fsdp2prof.tables import IntArray
 
 _ACTION = re.compile(rf"{re.escape(PIPELINE_ACTION)}\d+([FBIW])\d+")
@@ -74,16 +75,10 @@ def stage_durations(
 def _by_action(program: Program, timeline: Timeline) -> dict[str, int]:
     """Time of the compute stream's kernels in each kind of action; B is the backward, whichever part."""
     sums = dict.fromkeys("FBIW", 0)
-    spans = (timeline.end_ns - timeline.start_ns).tolist()
-    kinds: list[str | None] = []
-    for command, span in zip(program.commands, spans, strict=True):
-        if isinstance(command, Enter):
-            match = _ACTION.fullmatch(command.name)
-            kinds.append(match[1] if match else kinds[-1] if kinds else None)
-        elif isinstance(command, Leave):
-            kinds.pop()
-        elif isinstance(command, Kernel) and command.stream == 0 and kinds and kinds[-1] is not None:
-            sums[kinds[-1]] += span
+    for kernel, span, names in _kernels(program, timeline):
+        actions = [match[1] for name in names if (match := _ACTION.fullmatch(name))]
+        if kernel.stream == 0 and actions:
+            sums[actions[-1]] += span
     sums["B"] += sums["I"] + sums["W"]
     return sums
 
@@ -93,58 +88,31 @@ def _of_weights(program: Program, timeline: Timeline) -> tuple[int, int]:
 
     That is the embedding's gradient, and the accumulation that FSDP does where autograd's hooks run.
     """
-    products = only_here = depth = since = 0
-    spans = (timeline.end_ns - timeline.start_ns).tolist()
-    for command, span in zip(program.commands, spans, strict=True):
-        if isinstance(command, Enter):
-            depth += 1
-            since = since or depth * command.name.startswith(AUTOGRAD_NODE)
-        elif isinstance(command, Leave):
-            since = 0 if since == depth else since
-            depth -= 1
-        elif since and isinstance(command, Kernel) and command.work is not None:
-            products += span * (command.work.kind == "matmul")
-            only_here += span * (command.op in _ONLY_OF_WHOLE)
+    products = only_here = 0
+    for kernel, span, names in _kernels(program, timeline):
+        if kernel.work is not None and in_backward(names):
+            products += span * (kernel.work.kind == "matmul")
+            only_here += span * (kernel.op in _ONLY_OF_WHOLE)
     return products // 2, only_here
 
 
 def _forward_frac(program: Program, timeline: Timeline) -> float:
     """Share of the forwards in the compute stream's time of forwards and backwards."""
     sums = [0, 0]
-    spans = (timeline.end_ns - timeline.start_ns).tolist()
-    depth = since = 0
-    for command, span in zip(program.commands, spans, strict=True):
-        if isinstance(command, Enter):
-            depth += 1
-            if command.name.startswith(AUTOGRAD_NODE) and not since:
-                since = depth
-        elif isinstance(command, Leave):
-            since = 0 if since == depth else since
-            depth -= 1
-        elif (
-            isinstance(command, Kernel)
-            and command.stream == 0
-            and not command.op.startswith("aten::_foreach")
-        ):
-            sums[since > 0] += span
+    for kernel, span, names in _kernels(program, timeline):
+        if kernel.stream == 0 and not kernel.op.startswith("aten::_foreach"):
+            sums[in_backward(names)] += span
     return sums[0] / max(1, sum(sums))
 
 
+def _kernels(program: Program, timeline: Timeline) -> Iterator[tuple[Kernel, int, list[str]]]:
+    """Yield the kernels with their time and the names of the ranges around them."""
+    spans = (timeline.end_ns - timeline.start_ns).tolist()
+    for (command, names), span in zip(labelled(program.commands), spans, strict=True):
+        if isinstance(command, Kernel):
+            yield command, span, names
+
+
 def _end_of_backwards(program: Program) -> int:
-    """Position after the last backward."""
-    backwards = [
-        position
-        for position, command in enumerate(program.commands)
-        if isinstance(command, Enter) and command.name.startswith(AUTOGRAD_NODE)
-    ]
-    return _matching_leave(program, backwards[-1])
-
-
-def _matching_leave(program: Program, enter: int) -> int:
-    depth = 0
-    for position in range(enter, len(program.commands)):
-        command = program.commands[position]
-        depth += isinstance(command, Enter) - isinstance(command, Leave)
-        if depth == 0:
-            return position
-    return len(program.commands)
+    """Position of the end of the last backward."""
+    return ends_of_backward(program.commands)[-1]

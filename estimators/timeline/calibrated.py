@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fsdp2prof.estimators.timeline.commands import Collective, Command, Enter, Kernel, Leave, Program
+from fsdp2prof.estimators.simulate.program import Collective, Command, Enter, Kernel, Leave, Program
 from fsdp2prof.estimators.timeline.costs import ClusterCosts, Place, Transfer, places_of
 
 REST = "outside every captured command"

@@ -23,8 +23,8 @@ from fsdp2prof.analyzers.phases import build_phases, find_rows
 from fsdp2prof.estimators.config.cluster import Cluster, Placement
 from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
-from fsdp2prof.estimators.config.shares import HOST_CORE_GB_PER_S
-from fsdp2prof.estimators.timeline.commands import (
+from fsdp2prof.estimators.config.shares import CONTENTION_FRACS, HOST_CORE_GB_PER_S, HOST_OPERATOR_NS
+from fsdp2prof.estimators.simulate.program import (
     Collective,
     Command,
     Enter,
@@ -35,6 +35,7 @@ from fsdp2prof.estimators.timeline.commands import (
     Record,
     Wait,
     Work,
+    labelled,
 )
 from fsdp2prof.estimators.traffic.parallel import Ledger
 from fsdp2prof.labels import AUTOGRAD_NODE
@@ -46,9 +47,9 @@ from fsdp2prof.tables import LabelTable, StepTable, Strings
 class HostPace:
     """How fast the host issues, in nanoseconds a command."""
 
-    operator_ns: int = 5_000
-    """An eager operator with its autograd bookkeeping: about 200,000 a second on a current server CPU."""
+    operator_ns: int = HOST_OPERATOR_NS[1]
     collective_ns: int = 30_000
+    """With this and the next three chosen, not published."""
     label_ns: int = 10_000
     """Entering a labelled range: FSDP2's own Python around it."""
     event_ns: int = 1_500
@@ -63,11 +64,6 @@ class HostPace:
         return round(kernel.work.bytes / self.memory_gb_per_s) if kernel.work is not None and on_host else 0
 
 
-CONTENTION_FRAC = 0.19
-"""How much longer a computing kernel takes while a collective is in flight, where it was not measured:
-18.9% on average, up to 40%, over models and accelerators in arXiv 2507.03114."""
-
-
 @dataclass(kw_only=True)
 class ClusterCosts:
     """Costs on a cluster; collectives by their mesh dimension."""
@@ -75,7 +71,7 @@ class ClusterCosts:
     cluster: Cluster
     mesh: MeshSpec
     host: HostPace = field(default_factory=HostPace)
-    contention_frac: float = CONTENTION_FRAC
+    contention_frac: float = CONTENTION_FRACS[1]
     """How much longer a computing kernel takes while a collective is in flight."""
 
     compute_frac: float = 1.0
@@ -341,16 +337,11 @@ def add_executed(ledger: Ledger, program: Program) -> None:
 
 def _by_fsdp(program: Program) -> tuple[frozenset[int], int]:
     """Positions of FSDP's own collectives, and where the last of its labels ends."""
-    labels: list[str] = []
     inside: set[int] = set()
     last = 0
-    for at, command in enumerate(program.commands):
-        if isinstance(command, Enter):
-            labels.append(command.name)
-        elif isinstance(command, Leave):
-            name = labels.pop()
-            if name.startswith((_FSDP, AUTOGRAD_NODE)):
-                last = at
+    for at, (command, names) in enumerate(labelled(program.commands)):
+        if isinstance(command, Leave) and names[-1].startswith((_FSDP, AUTOGRAD_NODE)):
+            last = at
         elif isinstance(command, Collective) and command.mesh_dim != "tp":
-            inside.update([at] if any(name.startswith(_FSDP) for name in labels) else [])
+            inside.update([at] if any(name.startswith(_FSDP) for name in names) else [])
     return frozenset(inside), last

@@ -18,7 +18,7 @@ import torch
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.mesh import MeshSpec
-from fsdp2prof.estimators.timeline.commands import (
+from fsdp2prof.estimators.simulate.program import (
     Collective,
     Command,
     Enter,

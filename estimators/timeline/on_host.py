@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fsdp2prof.estimators.timeline.as_trace import STEP, Rows, groups_of, inputs_of, metadata_of, table_of
-from fsdp2prof.estimators.timeline.commands import (
+from fsdp2prof.estimators.simulate.program import (
     Collective,
     Command,
     Enter,
@@ -19,7 +18,8 @@ from fsdp2prof.estimators.timeline.commands import (
     Leave,
     Program,
 )
-from fsdp2prof.estimators.timeline.simulate import Timeline
+from fsdp2prof.estimators.simulate.streams import Timeline
+from fsdp2prof.estimators.timeline.as_trace import STEP, Rows, groups_of, inputs_of, metadata_of, table_of
 from fsdp2prof.tables import Trace
 
 _ISSUES = {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2prof.estimators.timeline.commands import Work
+from fsdp2prof.estimators.simulate.program import Work
 
 _ON_HOST = frozenset(
     f"aten::{name}"

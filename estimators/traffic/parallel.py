@@ -20,7 +20,7 @@ from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding.groups import ParameterGroup
-from fsdp2prof.estimators.traffic.pipeline_order import neighbours_of
+from fsdp2prof.estimators.techniques.pipeline_order import neighbours_of
 from fsdp2prof.results.estimate import CommRow
 from fsdp2prof.schedule import Axis, Event, ScheduledGroup, block_counts
 

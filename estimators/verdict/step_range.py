@@ -14,22 +14,15 @@ from fsdp2prof.estimators.config import shares
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
-from fsdp2prof.estimators.config.pipeline import schedule_rule
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.shares import RangeEnd, range_end
+from fsdp2prof.estimators.simulate.micro_batches import CAPTURED_MICRO_BATCHES, captured_policy, repeated
+from fsdp2prof.estimators.simulate.program import Kernel, Program
+from fsdp2prof.estimators.simulate.streams import host_tail_ns, simulate
+from fsdp2prof.estimators.techniques.registry import notes_of
 from fsdp2prof.estimators.timeline.calibrated import PlacedCosts
-from fsdp2prof.estimators.timeline.commands import Kernel, Program
-from fsdp2prof.estimators.timeline.costs import CONTENTION_FRAC, ClusterCosts, HostPace
-from fsdp2prof.estimators.timeline.micro_batches import CAPTURED_MICRO_BATCHES, captured_policy, repeated
-from fsdp2prof.estimators.timeline.simulate import host_tail_ns, simulate
-from fsdp2prof.estimators.verdict.memory_notes import extra_model_notes
+from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
 from fsdp2prof.results.estimate import StepRange
-from fsdp2prof.units import plural
-
-CONTENTION = (0.05, CONTENTION_FRAC, 0.40)
-"""How much longer a kernel takes beside a collective: kindest, in the estimate, harshest."""
-HOST_NS = (3_000, 5_000, 10_000)
-"""What the eager host takes to issue an operator, likewise."""
 
 _Value = TypeVar("_Value", int, float)
 
@@ -147,8 +140,8 @@ def _ends(cluster: Cluster, kindest: HardwareSpec) -> tuple[_End, _End]:
     slow_link, fast_link = hardware.link_range
     slow_small, fast_small = hardware.small_link_range
     slow_network, fast_network = (1.0, 1.0) if cluster.network is None else cluster.network.range
-    contention = _known(CONTENTION[::2], hardware.overlap_slowdown_frac)
-    host = _known(HOST_NS[::2], hardware.host_operator_ns)
+    contention = _known(shares.CONTENTION_FRACS[::2], hardware.overlap_slowdown_frac)
+    host = _known(shares.HOST_OPERATOR_NS[::2], hardware.host_operator_ns)
     starved = shares.HOST_CORE_GB_PER_S * shares.HOST_STARVED
     return (
         _End(
@@ -188,12 +181,12 @@ def _in_words(program: Program, costs: ClusterCosts, kind: _End, harsh: _End) ->
     if kind.contention_frac != harsh.contention_frac:
         lines.append(
             f"kernels beside a collective take {kind.contention_frac:.0%} to {harsh.contention_frac:.0%} "
-            f"longer ({CONTENTION[1]:.0%} in the estimate)"
+            f"longer ({shares.CONTENTION_FRACS[1]:.0%} in the estimate)"
         )
     if kind.operator_ns != harsh.operator_ns:
         lines.append(
             f"the host issues an operator in {kind.operator_ns / 1000:g} to {harsh.operator_ns / 1000:g} us "
-            f"({HOST_NS[1] / 1000:g} us in the estimate)"
+            f"({shares.HOST_OPERATOR_NS[1] / 1000:g} us in the estimate)"
         )
     if any(isinstance(command, Kernel) and costs.host.work_ns(command) for command in program.commands):
         lines.append(
@@ -251,14 +244,6 @@ def _step_ns(program: Program, costs: ClusterCosts, end: _End) -> int:
     return int(busy.max() - first.min()) + host_tail_ns(whole, timeline) if len(busy) else 0
 
 
-def _bubble_of(mesh: MeshSpec, policy: PolicySpec) -> str:
-    title = schedule_rule(policy.pp_schedule).title
-    if policy.pp_schedule in ("1f1b", "gpipe"):
-        return f"{title}'s bubble is {mesh.pp - 1} micro-batches"
-    stages = policy.stages_per_rank
-    return f"the bubble is that of torch's own order of {title}, {plural(stages, 'stage')} a rank"
-
-
 def assumptions_of(
     mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts, program: Program, kind: str
 ) -> list[str]:
@@ -267,7 +252,6 @@ def assumptions_of(
         *_of_costs(mesh, policy, costs),
         *([] if isinstance(costs, PlacedCosts) else _not_modelled(mesh, policy, program, kind)),
         *_of_compiler(policy, program.guessed_fusion),
-        *extra_model_notes(policy),
     ]
 
 
@@ -346,23 +330,9 @@ def _of_costs(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[s
             "clipping and the optimizer run on the host by the bytes that they move, "
             f"{costs.host.memory_gb_per_s:g} GB/s a rank, and the next step waits for them"
         )
-    if mesh.cp > 1:
-        notes.append("context parallelism: causal work balanced over the ring, keys and values overlapped")
-    if mesh.pp > 1:
-        notes.append(
-            f"pipeline rank {policy.pp_stage} represents all {mesh.pp}; {_bubble_of(mesh, policy)}, and "
-            "transfers between stages are hidden"
-        )
     if captured_policy(mesh, policy) != policy:
         notes.append(
             f"{CAPTURED_MICRO_BATCHES} of {policy.grad_accum} micro-batches captured and simulated: the "
             "others repeat the middle one"
         )
-    if policy.async_tp:
-        notes.append(
-            f"async_tp: products beside tensor-parallel gathers and scatters run in {mesh.tp} chunks, each "
-            "slowed as beside any collective"
-        )
-    if policy.float8 is not None:
-        notes.append("float8: products of the blocks at the float8 rate, both factors scaled and cast before")
-    return notes
+    return [*notes, *notes_of("step", mesh, policy)]

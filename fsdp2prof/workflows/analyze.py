@@ -145,7 +145,7 @@ def _analyze_run(job: JobFiles, options: TraceOptions) -> RunAnalysis:
     summary = _summary(job)
     if job.summaries.files:
         kept = _of_summaries(job, options)
-        return combine(summary, kept.trace, kept.memory, kept.warnings, _setup(job))
+        return combine(summary, kept.trace, kept.memory, kept.warnings, _setup(job, kept.trace))
     with place_of(options) as place:
         works = _works(job, job.traces.files, job.memory.files, options)
         reduced = list(counted(place.map(reduce_rank, works), works))
@@ -163,16 +163,18 @@ def _analyze_run(job: JobFiles, options: TraceOptions) -> RunAnalysis:
             trace = _merged_traces(job, reduced, options)
         except TraceError as error:
             warnings.append(str(error))
-    return combine(summary, trace, memory, warnings, _setup(job))
+    return combine(summary, trace, memory, warnings, _setup(job, trace))
 
 
-def _setup(job: JobFiles) -> list[Finding]:
-    """Return what ``check`` finds in a run's manifests."""
+def _setup(job: JobFiles, trace: TraceAnalysis | None) -> list[Finding]:
+    """Return what ``check`` finds in a run's manifests, and in the all-reduces of its analysed steps."""
     if job.run is None or not job.manifests:
         return []
     from fsdp2prof.analyzers.sharding.check import check_run
+    from fsdp2prof.analyzers.sharding.run_evidence import all_reduces_of
 
-    return check_run(job.run, job.manifests).findings
+    reduced = None if trace is None else all_reduces_of(trace)
+    return check_run(job.run, job.manifests, lambda: reduced).findings
 
 
 def analyze_any(

@@ -20,13 +20,13 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.option import options_of
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.trainers import read_trainer_files
-from fsdp2prof.estimators.config.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.description import policy_as_recorded
 from fsdp2prof.estimators.models.build import builtin_of
 from fsdp2prof.estimators.models.builtin_plan import outline_of
 from fsdp2prof.estimators.models.catalog import builtin_config
 from fsdp2prof.estimators.of_run.policy import norm_of_run, values_of_run
-from fsdp2prof.estimators.traffic.limits import check_parallelism
+from fsdp2prof.estimators.techniques.registry import check_parallelism
+from fsdp2prof.estimators.techniques.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.verdict.memory_range import MeasuredPeaks
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.execution_trace import read_execution_trace

@@ -17,14 +17,14 @@ from fsdp2prof.estimators.config.extra_models import ExtraModel, ExtraModels
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.config.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.description import policy_as_recorded
 from fsdp2prof.estimators.models.builtin import build_builtin
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.sharding.groups import ShardedParameter, parameter_groups
+from fsdp2prof.estimators.techniques.pipeline import stage_blocks
+from fsdp2prof.estimators.techniques.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.torch_rules import torch_rules
 from fsdp2prof.estimators.traffic.parallel import Ledger
-from fsdp2prof.estimators.traffic.parts import stage_blocks
 from fsdp2prof.results.estimate import CommRow, EstimatedMesh, EstimatedModel
 from fsdp2prof.schedule import Axis, ScheduledGroup, steady_step
 

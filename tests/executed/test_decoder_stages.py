@@ -15,7 +15,7 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
-from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.estimators.techniques.registry import part_of
 
 pytest.importorskip("transformers", minversion="5.0")
 MESH = MeshSpec(pp=2, dp_shard=2)

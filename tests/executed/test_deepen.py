@@ -11,9 +11,9 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.build import build_model
-from fsdp2prof.estimators.timeline.commands import Collective, Command, HostWait, Record, Wait
-from fsdp2prof.estimators.timeline.deepen import deepened
-from fsdp2prof.estimators.timeline.program import capture_step, capture_stitched
+from fsdp2prof.estimators.simulate.extend_commands import deepened
+from fsdp2prof.estimators.simulate.program import Collective, Command, HostWait, Record, Wait
+from fsdp2prof.estimators.timeline.capture import capture_step, capture_stitched
 
 POLICY = PolicySpec(seq_len=128)
 

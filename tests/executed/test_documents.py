@@ -18,8 +18,8 @@ from fsdp2prof.estimators.execution.engine import attention_kernel, execute
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.documents import with_documents
-from fsdp2prof.estimators.timeline.commands import Kernel
-from fsdp2prof.estimators.timeline.program import capture_step
+from fsdp2prof.estimators.simulate.program import Kernel
+from fsdp2prof.estimators.timeline.capture import capture_step
 
 pytest.importorskip("transformers", minversion="5.0")
 LENGTH, BATCH, LAYERS, HEADS, KV_HEADS, WIDTH = 64, 2, 2, 4, 2, 24

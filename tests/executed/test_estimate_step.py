@@ -17,6 +17,7 @@ from fsdp2prof.estimators.config.measured import Measured, Slower, anchored
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.simulate.program import Collective, Kernel, Program, Work
 from fsdp2prof.estimators.step import (
     anchored_on,
     estimate_step,
@@ -24,7 +25,6 @@ from fsdp2prof.estimators.step import (
     program_of,
     simulate_program,
 )
-from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program, Work
 from fsdp2prof.estimators.timeline.costs import kernel_ns
 from fsdp2prof.estimators.verdict.step_range import margin_of
 from fsdp2prof.readers.trace.chrome_trace import read_trace

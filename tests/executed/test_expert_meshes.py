@@ -20,13 +20,12 @@ from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.builtin import build_builtin
 from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS, ExpertShape, LatentShape, TransformerConfig
 from fsdp2prof.estimators.sharding.groups import parameter_groups
+from fsdp2prof.estimators.simulate.program import Collective, Kernel
 from fsdp2prof.estimators.step import estimate_step, program_of
-from fsdp2prof.estimators.timeline.commands import Collective, Kernel
+from fsdp2prof.estimators.techniques.registry import check_parallelism, part_of
 from fsdp2prof.estimators.timeline.costs import transfer
 from fsdp2prof.estimators.timeline.operators import work_of
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal
-from fsdp2prof.estimators.traffic.limits import check_parallelism
-from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.results.estimate import CommEstimate
 
 pytestmark = pytest.mark.skipif(

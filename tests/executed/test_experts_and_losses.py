@@ -34,18 +34,17 @@ from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.execution.second_models import with_role
 from fsdp2prof.estimators.memory import estimate_memory
-from fsdp2prof.estimators.models.adapters import with_adapters
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.builtin import build_builtin
 from fsdp2prof.estimators.models.catalog import ExpertShape, TransformerConfig
 from fsdp2prof.estimators.models.experts import ExpertExchange
 from fsdp2prof.estimators.models.losses import logits_loss, loss_of_model
 from fsdp2prof.estimators.models.model import Batch
-from fsdp2prof.estimators.models.quantized import PackedLinear, dequantized
 from fsdp2prof.estimators.sharding.groups import parameter_groups
+from fsdp2prof.estimators.techniques.adapters import with_adapters
+from fsdp2prof.estimators.techniques.quantized import PackedLinear, dequantized
+from fsdp2prof.estimators.techniques.registry import check_parallelism, part_of
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, packed_parameters_refusal
-from fsdp2prof.estimators.traffic.limits import check_parallelism
-from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.estimators.verdict.memory_fit import expert_padding
 from fsdp2prof.storage_tracker import StorageTracker
 from fsdp2prof.tables import NEVER

@@ -24,12 +24,12 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh
-from fsdp2prof.estimators.execution.training import checkpoint_blocks, recomputation
 from fsdp2prof.estimators.memory import estimate_memory
-from fsdp2prof.estimators.models.float8_conversion import MxLinear
-from fsdp2prof.estimators.models.float8_linear import Float8Linear
-from fsdp2prof.estimators.models.float8_weight import compute_scales
 from fsdp2prof.estimators.models.low_precision import RECIPES
+from fsdp2prof.estimators.techniques.float8.layers import MxLinear
+from fsdp2prof.estimators.techniques.float8.linear import Float8Linear
+from fsdp2prof.estimators.techniques.float8.weight import compute_scales
+from fsdp2prof.estimators.techniques.recomputation import checkpoint_blocks, recomputation
 from fsdp2prof.estimators.torch_rules import torch_rules
 from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.storage_tracker import StorageTracker

@@ -13,9 +13,9 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.shares import HOST_CORE_GB_PER_S
 from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.simulate.program import HostWait, Kernel, Program
 from fsdp2prof.estimators.step import estimate_step
-from fsdp2prof.estimators.timeline.commands import HostWait, Kernel, Program
-from fsdp2prof.estimators.timeline.program import capture_step
+from fsdp2prof.estimators.timeline.capture import capture_step
 
 MODEL = ModelSpec(source="gpt2", layers=2)
 RANKS = 4

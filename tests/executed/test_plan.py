@@ -50,9 +50,9 @@ from fsdp2prof.estimators.planner.search import (
     ranked,
     simplest,
 )
+from fsdp2prof.estimators.simulate import micro_batches
+from fsdp2prof.estimators.simulate.program import Work
 from fsdp2prof.estimators.step import StepFigures, estimate_step, step_figures
-from fsdp2prof.estimators.timeline import micro_batches
-from fsdp2prof.estimators.timeline.commands import Work
 from fsdp2prof.estimators.timeline.costs import kernel_ns
 from fsdp2prof.estimators.verdict.memory_fit import fit_sentence, room_on
 from fsdp2prof.reporters.documents import build

@@ -22,9 +22,9 @@ from fsdp2prof.estimators.planner.profile import measure, probes, repeated_kinds
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest, family_of, parse_fixed
 from fsdp2prof.estimators.planner.search import candidates, meshes
 from fsdp2prof.estimators.sharding.groups import parameter_groups
-from fsdp2prof.estimators.timeline.program import capture_step, execute_and_capture
+from fsdp2prof.estimators.techniques.registry import part_of
+from fsdp2prof.estimators.timeline.capture import capture_step, execute_and_capture
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal
-from fsdp2prof.estimators.traffic.parts import part_of
 
 CLUSTER = Cluster(hardware=HardwareSpec.parse("h100"), network=NetworkSpec.parse("400gb-ib"))
 MIXTRAL = PlanRequest(

@@ -23,16 +23,14 @@ from fsdp2prof.estimators.config.pipeline import (
     stages_of,
 )
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight
 from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.simulate.micro_batches import with_all_commands
+from fsdp2prof.estimators.simulate.program import Collective, Command, Kernel, Program, Wait, Work
+from fsdp2prof.estimators.simulate.streams import simulate
 from fsdp2prof.estimators.step import predict_step, program_of, simulate_program
-from fsdp2prof.estimators.timeline.async_tensor_parallel import with_async_tensor_parallel
-from fsdp2prof.estimators.timeline.bubble import stage_durations
-from fsdp2prof.estimators.timeline.commands import Collective, Command, Kernel, Program, Wait, Work
-from fsdp2prof.estimators.timeline.costs import ClusterCosts
-from fsdp2prof.estimators.timeline.micro_batches import with_all_commands
-from fsdp2prof.estimators.timeline.simulate import simulate
-from fsdp2prof.estimators.traffic.pipeline_order import (
+from fsdp2prof.estimators.techniques.async_tensor_parallel import with_async_tensor_parallel
+from fsdp2prof.estimators.techniques.pipeline import micro_batches_in_flight
+from fsdp2prof.estimators.techniques.pipeline_order import (
     InFlight,
     Kind,
     StageWork,
@@ -43,6 +41,8 @@ from fsdp2prof.estimators.traffic.pipeline_order import (
     rank_of_stage,
     waiting_ns,
 )
+from fsdp2prof.estimators.timeline.bubble import stage_durations
+from fsdp2prof.estimators.timeline.costs import ClusterCosts
 
 MODEL = ModelSpec(source="llama3-8b", layers=2)
 H100 = Cluster(hardware=HardwareSpec.parse("h100"))
@@ -240,7 +240,7 @@ def test_interleaving_keeps_more_activations_and_the_same_states() -> None:
 def test_repeated_micro_batches_are_those_that_a_whole_capture_has(
     sync: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fsdp2prof.estimators.timeline import micro_batches
+    from fsdp2prof.estimators.simulate import micro_batches
 
     mesh, policy = (
         MeshSpec(dp_shard=4),

@@ -37,7 +37,6 @@ from fsdp2prof.estimators.config.inputs import make_spec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.config.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.execution.fake_world import (
     expert_mesh,
@@ -56,9 +55,10 @@ from fsdp2prof.estimators.models.catalog import (
 from fsdp2prof.estimators.of_run.communication import estimate_comm_of_run
 from fsdp2prof.estimators.of_run.policy import values_of_run
 from fsdp2prof.estimators.sharding.groups import parameter_groups
+from fsdp2prof.estimators.techniques.registry import part_of
+from fsdp2prof.estimators.techniques.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, fsdp_method_refusal
 from fsdp2prof.estimators.traffic.parallel import Ledger
-from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.schedule import steady_step

@@ -16,8 +16,8 @@ from fsdp2prof.errors import InputError, ModelError
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.simulate.program import Collective, Kernel, Program
 from fsdp2prof.estimators.step import program_of
-from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program
 from fsdp2prof.estimators.timeline.execution_trace import program_of_trace
 from fsdp2prof.readers.execution_trace import read_execution_trace
 

@@ -28,7 +28,7 @@ from fsdp2prof.estimators.execution.training import build_optimizer, clip_gradie
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.images import with_images
 from fsdp2prof.estimators.sharding.groups import parameter_groups
-from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.estimators.techniques.registry import part_of
 from fsdp2prof.storage_tracker import StorageTracker
 from fsdp2prof.tables import MemoryRecording
 

@@ -24,7 +24,7 @@ from fsdp2prof.estimators.execution.training import clip_gradients, shard
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.sharding.groups import parameter_groups
-from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.estimators.techniques.registry import part_of
 
 from .conftest import SCRIPTS, torchrun, training_environment
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
 
 if TYPE_CHECKING:
     from lab.trainer import Trainer
@@ -103,13 +104,36 @@ def many_threads(trainer: Trainer, size: int) -> None:
     torch.set_num_threads(size)
 
 
+def gradient_hooks(trainer: Trainer, size: int) -> None:
+    """Watch the norm of every gradient from a hook of its parameter."""
+    norms: dict[int, float] = {}
+
+    def watch(parameter: torch.Tensor) -> None:
+        if isinstance(parameter.grad, DTensor):
+            norms[id(parameter)] = parameter.grad.norm().full_tensor().item()
+
+    for parameter in list(trainer.model.parameters())[:size]:
+        parameter.register_post_accumulate_grad_hook(watch)
+
+
+def new_iterator(trainer: Trainer, size: int) -> None:
+    """Take one batch of a loader that starts its workers for it."""
+    next(iter(DataLoader(TensorDataset(torch.zeros(64, 8)), batch_size=4, num_workers=size)))
+
+
 Habit = Callable[["Trainer", int], None]
-AT_START: dict[str, Habit] = {"anomalies": anomalies, "one-core": one_core, "many-threads": many_threads}
+AT_START: dict[str, Habit] = {
+    "anomalies": anomalies,
+    "one-core": one_core,
+    "many-threads": many_threads,
+    "gradient-hooks": gradient_hooks,
+}
 BEFORE_UPDATE: dict[str, Habit] = {"reduce-gradients": reduce_gradients, "gradient-norms": gradient_norms}
 AFTER_UPDATE: dict[str, Habit] = {
     "gather-objects": gather_objects,
     "average-weights": average_weights,
     "snapshot": snapshot,
+    "new-iterator": new_iterator,
     "tokenize": tokenize,
     "to-lists": to_lists,
     "log-on-rank-0": log_on_rank_0,

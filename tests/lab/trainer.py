@@ -42,7 +42,7 @@ class Switches:
     model: str = "transformer"
     """``transformer``, ``mlp``, ``conv`` or ``lstm``."""
     optimizer: str = "adamw"
-    """``adamw``, ``sgd`` or ``lbfgs``."""
+    """``adamw``, ``sgd``, ``lbfgs`` or ``own``, written in the script."""
     wrap: str = "blocks"
     """``blocks``; ``whole``: the root alone; ``leaves``: every module with parameters; ``parts``: the blocks,
     the embedding and the head."""
@@ -256,10 +256,27 @@ def wrap(model: nn.Module, s: Switches) -> nn.Module:
     return model
 
 
+class Own(torch.optim.Optimizer):
+    """Adam as a paper writes it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update one parameter after the other."""
+        for one in (one for group in self.param_groups for one in group["params"]):
+            state = self.state[one]
+            mean = state.setdefault("mean", torch.zeros_like(one))
+            square = state.setdefault("square", torch.zeros_like(one))
+            mean.mul_(0.9).add_(one.grad, alpha=0.1)
+            square.mul_(0.99).addcmul_(one.grad, one.grad, value=0.01)
+            one.addcdiv_(mean, square.sqrt().add_(1e-8), value=-3e-4)
+
+
 def make_optimizer(model: nn.Module, s: Switches) -> torch.optim.Optimizer:
     """Build the optimizer."""
     if s.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=s.foreach)
+    if s.optimizer == "own":
+        return Own(model.parameters(), {})
     if s.optimizer == "lbfgs":
         return torch.optim.LBFGS(model.parameters(), max_iter=3)
     return torch.optim.AdamW(model.parameters(), lr=3e-4, foreach=s.foreach)

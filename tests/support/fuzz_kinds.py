@@ -24,8 +24,8 @@ from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec, known_hardware
 from fsdp2prof.estimators.config.inputs import EstimateSpec, load_config, make_spec
 from fsdp2prof.estimators.config.mesh import MeshSpec
+from fsdp2prof.estimators.simulate.program import Program
 from fsdp2prof.estimators.step import program_of, simulate_program
-from fsdp2prof.estimators.timeline.commands import Program
 from fsdp2prof.estimators.timeline.execution_trace import program_of_trace
 from fsdp2prof.measured import CollectiveTimes, Measured, RateTimes
 from fsdp2prof.readers.execution_trace import read_execution_trace

@@ -30,11 +30,11 @@ from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.config.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.packing import estimate_packing
 from fsdp2prof.estimators.sharding_table import shard_model
 from fsdp2prof.estimators.step import estimate_step, predict_step
+from fsdp2prof.estimators.techniques.weight_sync import WeightSyncSpec
 from fsdp2prof.measured import CollectiveTimes, Measured, RateTimes
 from fsdp2prof.results.balance import BalanceCheck
 from fsdp2prof.results.bench import BenchResult

@@ -50,6 +50,11 @@ def test_a_switch_is_refused_either_way(flag: str) -> None:
         ("dp_shard=4,ep=2", {}, "which has no experts"),
         ("dp_shard=4", {"pp_schedule": "zbv"}, "there is no pipeline"),
         ("dp_shard=4,pp=4", {"pp_schedule": "interleaved:3"}, "do not divide the 32 layers"),
+        (
+            "dp_shard=8",
+            {"float8": "tensorwise", "fp8_all_gather": True, "reshard": 4},
+            "is not supported by FSDP2 with float8 all-gather",
+        ),
     ],
 )
 def test_what_options_alone_decide_is_refused_before_torch_is_loaded(mesh, policy, message):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+from support.results import trace_analysis
 from support.sharded_groups import sharded_group
 
 from fsdp2prof.analyzers.sharding.check import check_run, check_structure
 from fsdp2prof.analyzers.sharding.mistakes import find_mistakes
-from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence
+from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence, all_reduces_of
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest, RootInfo, RunInfo, StepInfo, UnshardedInfo
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.run_directory import RunDirectory
@@ -221,3 +223,15 @@ def test_a_run_without_any_rank_fails() -> None:
     checked = check_run(run, {})
     assert not checked.passed
     assert [one.id for one in checked.findings] == ["nothing_sharded"]
+
+
+def test_all_reduces_of_the_script_are_counted_by_step() -> None:
+    """Two of two float32 in the first step of rank 0; those of layers and other ranks are left out."""
+    analysis = trace_analysis()
+    first = analysis.ranks[0].steps[0].step
+    one = replace(
+        analysis.groups[0], op="all_reduce", rank=0, step=first, dtype="float32", count=2, payload_bytes=16
+    )
+    rows = [replace(one, fqn=None), one, replace(one, fqn=None, rank=1)]
+    found = all_reduces_of(replace(analysis, groups=rows))
+    assert found == [[2, 2], *[[]] * (len(analysis.ranks[0].steps) - 1)]

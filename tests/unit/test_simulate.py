@@ -13,7 +13,7 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
-from fsdp2prof.estimators.timeline.commands import (
+from fsdp2prof.estimators.simulate.program import (
     Collective,
     Command,
     HostWait,
@@ -23,8 +23,8 @@ from fsdp2prof.estimators.timeline.commands import (
     Wait,
     Work,
 )
+from fsdp2prof.estimators.simulate.streams import Timeline, _Simulation, simulate
 from fsdp2prof.estimators.timeline.costs import ClusterCosts
-from fsdp2prof.estimators.timeline.simulate import Timeline, _Simulation, simulate
 
 COMPUTE, GATHER, REDUCE = 0, 1, 2
 

@@ -29,7 +29,7 @@ from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.training import build_optimizer, shard
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS, TransformerConfig
-from fsdp2prof.estimators.traffic.parts import stage_of
+from fsdp2prof.estimators.techniques.pipeline import stage_of
 from fsdp2prof.storage_tracker import StorageTracker
 
 SEQ_LEN, VOCAB, STEPS = 256, 1000, 3

@@ -11,74 +11,72 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.choices import values_of
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding.groups import ParameterGroup, ShardedParameter, parameter_groups
-from fsdp2prof.estimators.timeline.commands import Collective, Command, Enter, Kernel, Leave, Program, Work
-from fsdp2prof.labels import FsdpLabel, parse_label
-
-_BEGINS = ("pre_forward", "pre_backward")
-_ENDS = ("post_forward", "post_backward_reshard", "post_backward_accumulate", "post_backward_reduce")
-
-
-def compiled(program: Program, blocks: tuple[str, ...]) -> Program:
-    """Drop what only the eager host does in each block, and fuse there what its graph has not fused."""
-    made: list[Command] = []
-    run: list[Kernel] = []
-    for command, inside in with_block(program.commands, blocks):
-        if inside and isinstance(command, Kernel) and command.stream == 0:
-            if command.work is None:
-                continue
-            if program.guessed_fusion is not None and command.work.kind in ("pointwise", "copy"):
-                run.append(command)
-                continue
-        made += _fused(run)
-        run = []
-        made.append(command)
-    return replace(program, commands=[*made, *_fused(run)])
-
-
-def with_block(commands: Sequence[Command], blocks: tuple[str, ...]) -> Iterator[tuple[Command, bool]]:
-    """Yield every command with whether it is a block's own, outside of FSDP2's labels."""
-    names = frozenset(blocks)
-    depth, inside = 0, False
-    labels: list[bool] = []
-    for command in commands:
-        if isinstance(command, Enter):
-            label = parse_label(command.name)
-            own = label is not None and label.kind != "root"
-            labels.append(own)
-            depth += own
-            if label is not None and label.fqn in names and label.kind in _BEGINS:
-                inside = True
-            elif label is not None and (label.kind in _ENDS or label.kind in _BEGINS):
-                inside = False
-        elif isinstance(command, Leave):
-            depth -= labels.pop()
-        yield command, inside and not depth
-
-
-def _fused(run: list[Kernel]) -> list[Kernel]:
-    if not run:
-        return []
-    largest = max(run, key=lambda kernel: kernel.work.bytes if kernel.work else 0)
-    return [replace(largest, op="fused")]
-
+from fsdp2prof.estimators.simulate.program import (
+    Collective,
+    Command,
+    Kernel,
+    Program,
+    Work,
+    labelled,
+    within_blocks,
+)
+from fsdp2prof.estimators.techniques.technique import About, Technique
+from fsdp2prof.labels import parse_label
 
 _SCALED = "aten::_scaled_mm"
 _FLOAT8 = "float8_e4m3fn"
+_LAYERS = (
+    "float8: linear layers inside blocks run as torchao's Float8Linear, whose sizes are multiples of 16",
+    "mxfp8: linear layers inside blocks run as torchao's MXFP8Linear with its CUDA kernels, whose sizes are "
+    "multiples of 32",
+)
 
 
-def with_float8(program: Program, built: Model, mesh: MeshSpec, policy: PolicySpec) -> Program:
-    """Return a program that was captured in the compute dtype as the policy's float8 recipe runs it."""
-    if policy.float8 is not None:
-        fused = policy.compile and program.guessed_fusion is None
-        narrow = mesh.tp > 1 and policy.float8 == "tensorwise"
-        program = _in_float8(program, built.blocks, fused=fused, casts_before_gathers=narrow)
-    if policy.fp8_all_gather:
-        program = _with_float8_gathers(program, parameter_groups(built, mesh, policy))
-    return program
+class Float8Training(Technique):
+    """Products in float8 or MXFP8, and weights gathered as float8 (``float8``, ``fp8_all_gather``).
+
+    A capture is of the compute dtype; executed for memory, the layers are those of :mod:`.layers`.
+    """
+
+    def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
+        """Refuse resharding to a number of ranks, which torchao's tensors do not allow."""
+        if policy.fp8_all_gather and any(isinstance(value, int) for value in values_of(policy.reshard)):
+            raise ModelError("reshard to a number of ranks is not supported by FSDP2 with float8 all-gather")
+
+    def change_program(self, program: Program, model: Model, mesh: MeshSpec, policy: PolicySpec) -> Program:
+        """Multiply as the recipe does, and gather what is gathered as float8."""
+        if policy.float8 is not None:
+            fused = policy.compile and program.guessed_fusion is None
+            narrow = mesh.tp > 1 and policy.float8 == "tensorwise"
+            program = _in_float8(program, model.blocks, fused=fused, casts_before_gathers=narrow)
+        if policy.fp8_all_gather:
+            program = _with_float8_gathers(program, parameter_groups(model, mesh, policy))
+        return program
+
+    def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
+        """Which layers run, how products are costed, and how weights are gathered."""
+        if about == "memory" and policy.float8 is not None:
+            yield _LAYERS[policy.float8 == "mxfp8"]
+            if mesh.tp > 1:
+                yield (
+                    "float8 under tensor parallelism: activations are gathered first and cast then, where "
+                    "torchao's Float8ColwiseParallel casts first and gathers bytes"
+                )
+            if policy.fp8_all_gather:
+                yield (
+                    "float8 all-gather: shards cast before it, with scales computed for all weights after "
+                    "the optimizer's step (precompute_float8_dynamic_scale_for_fsdp)"
+                )
+        elif about == "step" and policy.float8 is not None:
+            yield "float8: products of the blocks at the float8 rate, both factors scaled and cast before"
+        elif about == "communication" and policy.fp8_all_gather:
+            yield "float8 scales are computed once a step in one all-reduce over all float8 weights"
 
 
 def _in_float8(
@@ -94,7 +92,7 @@ def _in_float8(
     gathered = _gathered(program, blocks) if casts_before_gathers else frozenset()
     made: list[Command] = []
     narrow = False  # behind a gather, up to the first product: copies that put the ranks' parts in order
-    for command, inside in with_block(program.commands, blocks):
+    for command, inside in within_blocks(program.commands, blocks):
         if inside and casts_before_gathers and _is_gather(command):
             made += _cast_and_gather(command, moved_an_element)
             narrow = True
@@ -133,7 +131,7 @@ def _gathered(program: Program, blocks: tuple[str, ...]) -> frozenset[int]:
     """Elements of what tensor parallelism gathers in the blocks: a factor of so many was one of them."""
     return frozenset(
         command.nelems_out
-        for command, inside in with_block(program.commands, blocks)
+        for command, inside in within_blocks(program.commands, blocks)
         if inside and isinstance(command, Collective) and _is_gather(command)
     )
 
@@ -155,14 +153,9 @@ def _with_float8_gathers(program: Program, groups: Sequence[ParameterGroup]) -> 
     by_fqn = {group.fqn: group for group in groups if _float8_weights(group)}
     shares: dict[str, float] = {}
     made: list[Command] = []
-    labels: list[FsdpLabel | None] = []
     gather: Collective | None = None
-    for command in program.commands:
-        if isinstance(command, Enter):
-            labels.append(parse_label(command.name))
-        elif isinstance(command, Leave):
-            labels.pop()
-        label = labels[-1] if labels else None
+    for command, names in labelled(program.commands):
+        label = parse_label(names[-1]) if names else None
         fqn = "" if label is None or label.fqn is None else label.fqn
         if label is None or fqn not in by_fqn:
             made.append(command)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp2prof.estimators.models.float8_weight import Float8Shard, GatheredFloat8
 from fsdp2prof.estimators.models.low_precision import Cast, Recipe
+from fsdp2prof.estimators.techniques.float8.weight import Float8Shard, GatheredFloat8
 
 _LEAST = 1e-12
 """Smallest value that a scale is made of."""

@@ -11,14 +11,54 @@ ring's last rank does, which merges whole outputs, and for which the others wait
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from fsdp2prof.estimators.timeline.commands import Collective, Command, Kernel, Program, Wait, Work
-from fsdp2prof.estimators.timeline.program import model_flops_of
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.mesh import MeshSpec
+from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.simulate.program import (
+    Collective,
+    Command,
+    Kernel,
+    Program,
+    Wait,
+    Work,
+    model_flops_of,
+)
+from fsdp2prof.estimators.techniques.technique import About, Technique
 
 _GROUP = "context parallel"
 _NARROW, _WIDE = 2, 4
 """Bytes of an element of what attention computes in (bfloat16 or float16), and of what is merged."""
+
+
+class ContextParallel(Technique):
+    """Attention around a ring (``cp``)."""
+
+    def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
+        """Refuse a model whose attention cannot run so."""
+        if mesh.cp > 1 and not model.ring_width:
+            raise ModelError(f"mesh: cp={mesh.cp}: {model.name} {model.no_ring}")
+
+    def change_program(self, program: Program, model: Model, mesh: MeshSpec, policy: PolicySpec) -> Program:
+        """Attend to the keys of all ranks, while they travel."""
+        if mesh.cp == 1:
+            return program
+        elements = policy.sequences * policy.seq_len * (model.ring_width // mesh.tp)
+        fused = policy.compile and program.guessed_fusion is None
+        return with_context_parallel(program, mesh.cp, elements, fused=fused)
+
+    def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
+        """What is left out of memory, and how the ring is costed."""
+        if about == "memory" and mesh.cp > 1:
+            yield (
+                f"context parallelism as analysed: each rank runs its {policy.seq_len // mesh.cp} of "
+                f"{policy.seq_len} tokens; the ring's K and V in flight are not counted"
+            )
+        elif about == "step" and mesh.cp > 1:
+            yield "context parallelism: causal work balanced over the ring, keys and values overlapped"
 
 
 def with_context_parallel(program: Program, cp: int, kv_elements: int, *, fused: bool) -> Program:

@@ -9,10 +9,9 @@ another torch version change is therefore in the program without a rule of our o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,25 +24,19 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.engine import (
     Execution,
-    attention_kernel,
     execute,
-    second_models,
-    sharded_model,
+    fake_rank,
 )
 from fsdp2prof.estimators.execution.fake_world import (
     HostMemory,
     expert_mesh,
-    fake_process_group,
-    host_memory,
-    stand_in_device,
 )
-from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
-from fsdp2prof.estimators.execution.second_models import WITHOUT_GRADIENTS, naming_the_culprit
-from fsdp2prof.estimators.execution.stitching import ATTEMPTS, depths_to_execute
-from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, materialize
+from fsdp2prof.estimators.execution.second_models import naming_the_culprit
+from fsdp2prof.estimators.execution.stitching import depths_to_execute, run_stitched
 from fsdp2prof.estimators.models.model import Model, elements_of
 from fsdp2prof.estimators.sharding.wrapping import fold_blocks
-from fsdp2prof.estimators.timeline.commands import (
+from fsdp2prof.estimators.simulate.extend_commands import deepened
+from fsdp2prof.estimators.simulate.program import (
     Collective,
     Command,
     Enter,
@@ -54,32 +47,12 @@ from fsdp2prof.estimators.timeline.commands import (
     Record,
     Wait,
     Work,
+    model_flops_of,
 )
-from fsdp2prof.estimators.timeline.deepen import deepened
+from fsdp2prof.estimators.techniques.registry import check_parallelism
 from fsdp2prof.estimators.timeline.operators import collective_of, group_of, is_on_host, work_of
-from fsdp2prof.estimators.traffic.limits import check_parallelism
-from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.labels import AUTOGRAD_NODE
 from fsdp2prof.storage_tracker import Arguments, PlainOperators
-
-
-def model_flops_of(commands: Sequence[Command]) -> int:
-    """Operations of the products and attention of one forward and backward, recomputation left out.
-
-    Each of a trained forward has two of its size in backward; a forward without gradients has none.
-    """
-    flops, outside = {True: 0, False: 0}, 0
-    labels: list[str] = []
-    for command in commands:
-        if isinstance(command, Enter):
-            labels.append(command.name)
-            outside += command.name.startswith(AUTOGRAD_NODE)
-        elif isinstance(command, Leave):
-            outside -= labels.pop().startswith(AUTOGRAD_NODE)
-        elif isinstance(command, Kernel) and command.work is not None and not outside:
-            flops[WITHOUT_GRADIENTS in labels] += command.work.flops
-    return 3 * flops[False] + flops[True]
-
 
 _EXCHANGED = "ep"
 """Experts' dimension: all that exchange, over a group that may be another dimension's too."""
@@ -307,16 +280,14 @@ def capture_stitched(
     ``full`` is the model as built. Raises ``ModelError`` for a model, mesh or policy that cannot be run.
     """
     policy = fold_blocks(policy, full.blocks)
-    depths = depths_to_execute(spec, mesh, policy, full)
-    if depths is not None:
-        shallow, period = depths
-        depth = range(shallow, shallow + ATTEMPTS * period + 1, period)
-        captures = (capture_step(spec.with_layers(blocks), mesh, policy, graphs=graphs) for blocks in depth)
-        for blocks, (first, second) in zip(depth, pairwise(captures), strict=False):
-            program = deepened(first, second, full.blocks, blocks, period)
-            if program is not None:
-                return program
-    return capture_step(spec, mesh, policy, graphs=graphs)
+    return run_stitched(
+        lambda model: capture_step(model, mesh, policy, graphs=graphs),
+        lambda first, second, blocks, period: deepened(first, second, full.blocks, blocks, period),
+        spec,
+        mesh,
+        policy,
+        full,
+    )[0]
 
 
 def capture_step(
@@ -328,32 +299,15 @@ def capture_step(
     model, mesh or policy that cannot be run.
     """
     policy = replace(policy, float8=None, fp8_all_gather=False)  # its casts and products are put in later
-    with ExitStack() as stack:
-        device_mesh = stack.enter_context(fake_process_group(mesh))
-        stack.enter_context(fake_tensors(follow_values=policy.follows_values))
-        stack.enter_context(attention_kernel(policy))
-        model = sharded_model(spec, mesh, policy, device_mesh, graphs=graphs)
-        seconds = second_models(model, spec, mesh, policy, device_mesh)
-        host = stack.enter_context(host_memory(offloads=policy.offload))
-        for module in [model.module, *(one.model.module for one in seconds if not one.is_itself)]:
-            materialize(module, stand_in_device(), host)
-        loop = TrainingLoop(
-            model=model,
-            seconds=seconds,
-            policy=policy,
-            optimizer=build_optimizer(model, policy),
-            host=host,
-            device=stand_in_device(),
-            loss_is_parallel=model.divides_logits(mesh.tp, policy.loss_parallel),
-            stage=PipelineStage(model, mesh, policy) if mesh.pp > 1 else None,
-        )
+    with fake_rank(spec, mesh, policy, graphs=graphs) as rank:
+        loop = rank.loop()
         with naming_the_culprit(spec):
             loop.forward_backward()
             loop.update()
-            with Capture(_mesh_dims(device_mesh, expert_mesh(mesh)), host) as capture:
+            with Capture(_mesh_dims(rank.mesh, expert_mesh(mesh)), rank.host) as capture:
                 loop.forward_backward()
                 loop.update()
-        parameters = elements_of(model.module)
+        parameters = elements_of(rank.model.module)
     return _program(capture, parameters, policy)
 
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.timeline.commands import (
+from fsdp2prof.estimators.simulate.program import (
     Collective,
     Command,
     Enter,

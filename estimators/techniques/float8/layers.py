@@ -19,9 +19,9 @@ from torch import Tensor, library, nn
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.choices import Float8
-from fsdp2prof.estimators.models.float8_linear import Float8Linear
 from fsdp2prof.estimators.models.low_precision import RECIPES, is_in_float8, multiple_of
 from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.techniques.float8.linear import Float8Linear
 
 _BLOCK = 32
 """Elements that share a scale."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import repeat
 
-from fsdp2prof.estimators.execution.extension import (
+from fsdp2prof.estimators.simulate.extend import (
     CannotRepeatError,
     Event,
     Renaming,
@@ -24,7 +24,7 @@ from fsdp2prof.estimators.execution.extension import (
     Unrolling,
     prefix_of,
 )
-from fsdp2prof.estimators.timeline.commands import (
+from fsdp2prof.estimators.simulate.program import (
     Collective,
     Command,
     Enter,
@@ -35,8 +35,9 @@ from fsdp2prof.estimators.timeline.commands import (
     Record,
     Wait,
     Work,
+    in_backward,
+    labelled,
 )
-from fsdp2prof.labels import AUTOGRAD_NODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,27 +85,16 @@ def parts_of(program: Program, prefix: str, blocks: int) -> list[Part]:
     """
     named = re.compile(rf"FSDP::(\w+) \({re.escape(prefix)}(\d+)\)(?: \[pg=\d+\])?")
     found: list[tuple[int, int, str, int]] = []  # start, end, kind, block
-    depth, backward_depth = 0, 0
-    labels: list[int | None] = []
-    for position, command in enumerate(program.commands):
-        if isinstance(command, Enter):
-            depth += 1
-            if command.name.startswith(AUTOGRAD_NODE) and not backward_depth:
-                backward_depth = depth
-            match = named.fullmatch(command.name)
-            labels.append(int(match[2]) if match else None)
-            kind = "pre_backward" if backward_depth else "pre_forward"
-            if match and match[1] == kind:
-                same = bool(found) and found[-1][2:] == (kind, int(match[2]))
-                if not same:  # the first of a block's parameter groups
-                    found.append((position, position, kind, int(match[2])))
-        elif isinstance(command, Leave):
-            block = labels.pop()
-            if backward_depth == depth:
-                backward_depth = 0
-            depth -= 1
+    for position, (command, names) in enumerate(labelled(program.commands)):
+        match = named.fullmatch(names[-1]) if isinstance(command, (Enter, Leave)) and names else None
+        if match is None:
+            continue
+        block, kind = int(match[2]), "pre_backward" if in_backward(names) else "pre_forward"
+        if isinstance(command, Leave):
             if found and block == found[-1][3]:
                 found[-1] = (found[-1][0], position + 1, *found[-1][2:])
+        elif match[1] == kind and not (found and found[-1][2:] == (kind, block)):
+            found.append((position, position, kind, block))  # the first of a block's parameter groups
     return _ladders(program.commands, found, blocks)
 
 

@@ -13,9 +13,8 @@ import numpy as np
 
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.timeline.commands import Enter, Leave, Program
-from fsdp2prof.estimators.timeline.simulate import Timeline
-from fsdp2prof.labels import AUTOGRAD_NODE
+from fsdp2prof.estimators.simulate.program import Program, ends_of_backward
+from fsdp2prof.estimators.simulate.streams import Timeline
 from fsdp2prof.tables import IntArray
 
 CAPTURED_MICRO_BATCHES = 3
@@ -46,7 +45,7 @@ def with_all_commands(program: Program) -> Program:
     """Return a program with the commands of every micro-batch; to count them, not to simulate."""
     if not program.left_out:
         return program
-    first, middle, _ = _ends_of_backward(program)
+    first, middle, _ = _ends_of_backwards(program)
     commands = program.commands
     return replace(
         program,
@@ -62,7 +61,7 @@ def repeated(program: Program, timeline: Timeline) -> tuple[Program, Timeline]:
     """
     if not program.left_out:
         return program, timeline
-    first, middle, last = _ends_of_backward(program)
+    first, middle, last = _ends_of_backwards(program)
     later = np.arange(1, program.left_out + 1)
     shared = min(middle - first, last - middle)  # the forwards are alike, and begin both
 
@@ -90,19 +89,6 @@ def repeated(program: Program, timeline: Timeline) -> tuple[Program, Timeline]:
     )
 
 
-def _ends_of_backward(program: Program) -> tuple[int, int, int]:
+def _ends_of_backwards(program: Program) -> list[int]:
     """Positions after each of three micro-batches."""
-    ends: list[int] = []
-    depth, since = 0, 0
-    for position, command in enumerate(program.commands):
-        if isinstance(command, Enter):
-            depth += 1
-            if command.name.startswith(AUTOGRAD_NODE) and not since:
-                since = depth
-        elif isinstance(command, Leave):
-            if since == depth:
-                ends.append(position + 1)
-                since = 0
-            depth -= 1
-    first, middle, last = ends
-    return first, middle, last
+    return [end + 1 for end in ends_of_backward(program.commands)]

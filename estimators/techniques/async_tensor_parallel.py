@@ -10,10 +10,42 @@ Async Tensor Parallelism in PyTorch" (discuss.pytorch.org/t/209487),
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from fsdp2prof.estimators.timeline.commands import Collective, Command, Kernel, Program, Wait
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.mesh import MeshSpec
+from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.simulate.program import Collective, Command, Kernel, Program, Wait
+from fsdp2prof.estimators.techniques.technique import About, Technique
+
+
+class AsyncTensorParallel(Technique):
+    """Products in chunks beside tensor parallelism's collectives (``async_tp``)."""
+
+    def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
+        """Refuse it without tensor parallelism, and for models whose plan is not the built-in one."""
+        if policy.async_tp and mesh.tp == 1:
+            raise ModelError("async_tp: there is no tensor parallelism on this mesh; add tp to it")
+        plan = model.tensor_parallel
+        if policy.async_tp and plan is not None and not plan.is_analysed:
+            raise ModelError(f"async_tp: modelled for dense built-in models, not {model.name}")
+
+    def change_program(self, program: Program, model: Model, mesh: MeshSpec, policy: PolicySpec) -> Program:
+        """Cut products, and send their chunks beside them."""
+        return with_async_tensor_parallel(program, mesh.tp) if policy.async_tp else program
+
+    def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
+        """What is left out of memory, and how chunks are costed."""
+        if about == "memory" and policy.async_tp:
+            yield "asynchronous tensor parallelism: memory as without it, its symmetric buffers left out"
+        elif about == "step" and policy.async_tp:
+            yield (
+                f"async_tp: products beside tensor-parallel gathers and scatters run in {mesh.tp} chunks, "
+                "each slowed as beside any collective"
+            )
 
 
 def with_async_tensor_parallel(program: Program, ranks: int) -> Program:

@@ -1,13 +1,16 @@
 """The commands that a rank issues to its device in a step, in host order: the input of the simulation.
 
-A program is captured from a fake execution (:mod:`fsdp2prof.estimators.timeline.program`), so its order, its
+A program is captured from a fake execution (:mod:`fsdp2prof.estimators.timeline.capture`), so its order, its
 streams and its waits are those of FSDP2, autograd and the optimizer themselves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+from fsdp2prof.labels import AUTOGRAD_NODE, parse_label
 
 Shape: TypeAlias = "tuple[int, ...]"
 
@@ -116,3 +119,71 @@ class Program:
     """Micro-batches that were not captured: each is like the second of the three that were."""
     guessed_fusion: str | None = None
     """Why compiled blocks were captured uncompiled, and what the compiler fuses is guessed."""
+
+
+WITHOUT_GRADIENTS = "fsdp2prof::without_gradients"
+"""Range around each forward of a model that runs forward only."""
+
+
+def labelled(commands: Iterable[Command]) -> Iterator[tuple[Command, list[str]]]:
+    """Yield every command with the names of the ranges around it, the outermost first.
+
+    A range's own ends are inside of it. The list is one and the same, and changes from command to command.
+    """
+    names: list[str] = []
+    for command in commands:
+        if isinstance(command, Enter):
+            names.append(command.name)
+        yield command, names
+        if isinstance(command, Leave) and names:
+            names.pop()
+
+
+def in_backward(names: Iterable[str]) -> bool:
+    """Whether ranges of these names are around what a backward commands."""
+    return any(name.startswith(AUTOGRAD_NODE) for name in names)
+
+
+def ends_of_backward(commands: Sequence[Command]) -> list[int]:
+    """Positions of the ends of all backward passes."""
+    return [
+        position
+        for position, (command, names) in enumerate(labelled(commands))
+        if isinstance(command, Leave) and in_backward(names) and not in_backward(names[:-1])
+    ]
+
+
+def model_flops_of(commands: Iterable[Command]) -> int:
+    """Operations of the products and attention of one forward and backward, recomputation left out.
+
+    Each of a trained forward has two of its size in backward; a forward without gradients has none.
+    """
+    flops = 0
+    for command, names in labelled(commands):
+        if isinstance(command, Kernel) and command.work is not None and not in_backward(names):
+            flops += command.work.flops * (1 if WITHOUT_GRADIENTS in names else 3)
+    return flops
+
+
+_BEGINS = ("pre_forward", "pre_backward")
+_ENDS = ("post_forward", "post_backward_reshard", "post_backward_accumulate", "post_backward_reduce")
+
+
+def within_blocks(commands: Sequence[Command], blocks: tuple[str, ...]) -> Iterator[tuple[Command, bool]]:
+    """Yield every command with whether it is a block's own, outside of FSDP2's labels."""
+    names = frozenset(blocks)
+    depth, inside = 0, False
+    labels: list[bool] = []
+    for command in commands:
+        if isinstance(command, Enter):
+            label = parse_label(command.name)
+            own = label is not None and label.kind != "root"
+            labels.append(own)
+            depth += own
+            if label is not None and label.fqn in names and label.kind in _BEGINS:
+                inside = True
+            elif label is not None and (label.kind in _ENDS or label.kind in _BEGINS):
+                inside = False
+        elif isinstance(command, Leave):
+            depth -= labels.pop()
+        yield command, inside and not depth

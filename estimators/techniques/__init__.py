@@ -1,0 +1,1 @@
+"""Techniques of training beyond plain FSDP2, a room each: what they refuse, change and assume."""

@@ -1,0 +1,65 @@
+"""Experts dealt out over the ranks of ``ep``, with a mesh of their own for FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.mesh import MeshSpec
+from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.techniques.technique import About, Technique
+from fsdp2prof.estimators.torch_rules import expert_mesh_refusal
+
+
+class ExpertParallel(Technique):
+    """The ranks of ``ep`` (``imbalance``)."""
+
+    def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
+        """Refuse a model without experts, or whose experts the ranks do not divide."""
+        if mesh.ep == 1:
+            if policy.imbalance != 1:
+                raise ModelError(
+                    "imbalance: rows are exchanged under expert parallelism only: add ep to the mesh"
+                )
+            return
+        if not model.experts:
+            raise ModelError(f"mesh: ep={mesh.ep} for {model.name}, which has no experts")
+        if model.reach_experts is None:
+            raise ModelError(f"mesh: ep={mesh.ep}: {model.name} {model.no_expert_parallel}")
+        count = model.expert_count
+        if count % mesh.ep:
+            raise ModelError(f"mesh: ep={mesh.ep} does not divide the {count} experts of {model.name}")
+        if (ranks := mesh.fsdp_size * mesh.tp) % mesh.ep:
+            raise ModelError(f"mesh: ep={mesh.ep} does not divide the {ranks} ranks of dp_shard x cp x tp")
+        if isinstance(policy.reshard, int):
+            raise ModelError(
+                "reshard to a number of ranks with experts on a mesh of their own is not modelled"
+            )
+        if refusal := expert_mesh_refusal():
+            raise ModelError(f"mesh: ep={mesh.ep}: {refusal}; 2.11 or newer gives experts one of their own")
+
+    def change_model(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
+        """Leave this rank's experts."""
+        if mesh.ep == 1:
+            return model
+        from torch import nn
+
+        for fqn in model.experts:
+            module = model.module.get_submodule(fqn)
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                local = parameter.data.narrow(0, 0, parameter.shape[0] // mesh.ep).clone()
+                module.register_parameter(name, nn.Parameter(local))
+        plan = model.tensor_parallel
+        if plan is not None:
+            plan = plan.with_experts_apart(model.experts)
+        return replace(model, expert_ranks=mesh.ep, tensor_parallel=plan)
+
+    def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
+        """How tokens spread."""
+        if about == "memory" and mesh.ep > 1:
+            yield (
+                f"expert parallelism executed: tokens spread evenly, and this rank's experts receive "
+                f"{policy.imbalance:g} times the mean; none is dropped"
+            )

@@ -1,0 +1,1 @@
+"""Training linear layers in float8, by the recipes of torchao."""

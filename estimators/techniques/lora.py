@@ -1,0 +1,51 @@
+"""Low-rank adapters: what they go with, and where they are put."""
+
+from __future__ import annotations
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.mesh import MeshSpec
+from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.techniques.technique import Technique
+
+_BEFORE_ATTENTION = {"wq", "wk", "wv", "q_proj", "k_proj", "v_proj", "qkv_proj"}
+"""Layers whose adapters let the first block's attention have a backward."""
+
+
+class LowRankAdapters(Technique):
+    """Adapters beside frozen layers, held as they are or in 4 bits (``lora``); other frozen parameters."""
+
+    def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
+        """Refuse tensor parallelism, and a ring of attention without a backward."""
+        if policy.lora is not None and mesh.tp > 1:
+            raise ModelError(
+                "lora: adapters under tensor parallelism are not modelled, since trainers divide them in "
+                "different ways: use dp_shard for these ranks"
+            )
+        trained = set() if policy.lora is None else {*policy.lora.targets}
+        if policy.freezes and mesh.cp > 1 and not _BEFORE_ATTENTION & trained:
+            raise ModelError(
+                f"{'trainable' if policy.lora is None else 'lora'}: with cp modelled for adapters at "
+                "queries, keys or values alone, where every block's attention has a backward: add q_proj to "
+                "the targets, or use dp_shard for these ranks"
+            )
+
+    def change_model(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
+        """Put adapters beside the targets, and quantize the base."""
+        if policy.lora is None:
+            return model
+        from fsdp2prof.estimators.techniques.adapters import with_adapters
+        from fsdp2prof.estimators.techniques.quantized import quantize_blocks
+        from fsdp2prof.estimators.torch_rules import packed_parameters_refusal
+
+        lora = policy.lora
+        adapted = with_adapters(model, lora, policy.orig_dtype, policy.compute_dtype)
+        if lora.quantized is not None:
+            if mesh.tp * mesh.pp > 1:
+                raise ModelError(
+                    "lora: a quantized base is modelled with FSDP and HSDP: leave tp and pp at 1"
+                )
+            if lora.quantized == "nf4" and (refusal := packed_parameters_refusal()):
+                raise ModelError(f"lora: base={lora.quantized}: {refusal}")
+            quantize_blocks(adapted, lora.quantized, policy.compute_dtype, mesh.fsdp_size)
+        return adapted

@@ -1,0 +1,54 @@
+"""Losses that do not have all logits at once, and logits that a script keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.choices import ChunkedBlocks, ChunkedVocabulary
+from fsdp2prof.estimators.config.mesh import MeshSpec
+from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.techniques.technique import About, Technique
+
+
+class Losses(Technique):
+    """How the loss is computed of the hidden states (``loss``, ``keep_logits``, ``loss_parallel``)."""
+
+    def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
+        """Refuse losses in pieces on a pipeline's last stage, and those that need a head that is divided."""
+        if mesh.pp > 1 and policy.loss_in_pieces:
+            raise ModelError(
+                f"loss={policy.loss} on a pipeline's last stage is not modelled: use loss=full, which takes "
+                "more"
+            )
+        plan = model.tensor_parallel
+        if mesh.tp == 1 or plan is None:
+            return
+        if policy.loss == "fused" or isinstance(policy.loss, (ChunkedVocabulary, ChunkedBlocks)):
+            whose = "Liger's kernel" if policy.loss == "fused" else "prime-rl's fused head"
+            raise ModelError(
+                f"loss={policy.loss}: {whose} needs the whole head, and tensor parallelism divides it: use "
+                "loss=compiled, or chunked:8"
+            )
+        if policy.loss_in_pieces and model.config is not None and policy.loss_parallel is False:
+            raise ModelError(
+                f"loss={policy.loss} over gathered logits is not modelled for {model.name}: leave "
+                "loss_parallel=false out"
+            )
+        if policy.loss in ("logprobs", "dpo") and plan.divides_logits(policy.loss_parallel):
+            raise ModelError(
+                f"loss={policy.loss} over logits that tensor parallelism divides is not modelled: "
+                "gather them (loss_parallel=false)"
+            )
+
+    def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
+        """What is held of logits."""
+        if about == "memory" and policy.keep_logits is not None:
+            yield (
+                "the script holds the logits "
+                + ("in fp32 " if policy.keep_logits == "fp32" else "")
+                + "through backward and until the next forward has made others"
+            )
+        if about == "memory" and policy.loss == "fused":
+            yield "fused loss: chunked as by Liger's kernel; gradients of head and input are held"

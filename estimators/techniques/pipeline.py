@@ -1,0 +1,169 @@
+"""Pipelines: the stage that a rank builds, what its schedule asks, and how much of it is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple, replace
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.mesh import MeshSpec
+from fsdp2prof.estimators.config.pipeline import has_ends, schedule_rule
+from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.techniques.pipeline_order import InFlight, enough_micro_batches, in_flight, order_of
+from fsdp2prof.estimators.techniques.technique import About, Technique
+from fsdp2prof.units import plural
+
+
+def stage_blocks(layers: int, mesh: MeshSpec, stage: int) -> range:
+    """Layers of one pipeline stage: as even as possible, the first stages one longer."""
+    size, longer = divmod(layers, mesh.pp)
+    start = stage * size + min(stage, longer)
+    return range(start, start + size + (stage < longer))
+
+
+def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
+    """The part of a model that ``policy.pp_stage`` holds; the model itself without a pipeline.
+
+    The module is cut in place and runs from the hidden states (B, S, D) of the stage before, if there is one,
+    to those for the stage after.
+    """
+    if mesh.pp == 1 or model.width is None:
+        return model
+    from fsdp2prof.estimators.models.builtin_plan import BuiltinPlan
+    from fsdp2prof.estimators.models.decoder import cut_decoder
+    from fsdp2prof.estimators.models.transformers_plan import TransformersPlan
+
+    kept = stage_blocks(len(model.blocks), mesh, policy.pp_stage)
+    is_first, is_last = has_ends(policy.pp_schedule, mesh.pp, policy.pp_stage)
+    blocks = tuple(model.blocks[at] for at in kept)
+    if model.decoder is None:
+        absent = _cut_builtin(model, kept, is_first=is_first, is_last=is_last)
+    else:
+        absent = model.decoder.absent(is_first=is_first, is_last=is_last)
+        cut_decoder(model.module, absent, model.blocks, kept)
+        absent |= set(model.blocks) - set(blocks)
+    plan = model.tensor_parallel
+    if isinstance(plan, (BuiltinPlan, TransformersPlan)):
+        plan = replace(plan, absent=absent)
+    return replace(
+        model,
+        blocks=blocks,
+        experts=tuple(fqn for fqn in model.experts if fqn.startswith(tuple(f"{one}." for one in blocks))),
+        tensor_parallel=plan,
+    )
+
+
+def _cut_builtin(model: Model, kept: range, *, is_first: bool, is_last: bool) -> frozenset[str]:
+    """Leave the ``kept`` layers of a built-in model, and the ends that it has; return what is not there."""
+    from torch import nn
+
+    assert model.config is not None
+    module = model.module
+    layers = dict(module.layers.named_children())  # type: ignore[union-attr]
+    module.layers = nn.ModuleDict({str(index): layers[str(index)] for index in kept})
+    absent: set[str] = set()
+    if not is_first:
+        absent.add("tok_embeddings")
+        if model.config.family == "gpt":
+            module.pos_embeddings = None  # type: ignore[assignment]
+    if not is_last:
+        absent |= {"norm", "output"}
+    for name in absent:
+        module.register_module(name, nn.Identity())
+    return frozenset(absent)
+
+
+def micro_batches_in_flight(mesh: MeshSpec, policy: PolicySpec) -> int:
+    """Most micro-batches whose forward has run and whose backward has not."""
+    return micro_batches_under_way(mesh, policy).forwards
+
+
+def micro_batches_under_way(mesh: MeshSpec, policy: PolicySpec) -> InFlight:
+    """Most micro-batches that wait for their backward, for the weights' part of it, and for either.
+
+    Several stages of a rank count as parts of one, rounded up to whole micro-batches.
+    """
+    schedule, stages, micro_batches = policy.pp_schedule, policy.stages_per_rank, policy.grad_accum
+    if schedule_rule(schedule).forwards_first:
+        return InFlight(micro_batches, 0, micro_batches)
+    enough = enough_micro_batches(schedule, mesh.pp, micro_batches)
+    most = in_flight(order_of(schedule, mesh.pp, enough)[policy.pp_stage])
+    return InFlight(*(min(-(-count // stages), micro_batches) for count in astuple(most)))
+
+
+class Pipeline(Technique):
+    """The ranks of ``pp`` (``pp_stage``, ``pp_schedule``)."""
+
+    def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
+        """Refuse a model that cannot be cut, and what a schedule does not take."""
+        if not 0 <= policy.pp_stage < mesh.pp:
+            raise ModelError(f"pp_stage: {policy.pp_stage} is not one of the {mesh.pp} pipeline stages")
+        schedule, stages, layers = policy.pp_schedule, policy.stages_per_rank, len(model.blocks)
+        if mesh.pp == 1:
+            if schedule != "1f1b":
+                raise ModelError("pp_schedule: there is no pipeline on this mesh; add pp to it")
+            return
+        if model.width is None:
+            raise ModelError(f"mesh: pp={mesh.pp}: {model.name} {model.no_pipeline}")
+        if layers < mesh.pp:
+            raise ModelError(f"mesh: pp={mesh.pp} stages for {layers} layers of {model.name}")
+        if policy.reshard != "never":
+            raise ModelError(
+                "with pp use reshard=never: stages keep parameters gathered between micro-batches"
+            )
+        if policy.sync != "last":
+            raise ModelError("with pp use sync=last: the schedule reduces gradients after its last backward")
+        if policy.splits_backward and policy.ac == "op":
+            raise ModelError(
+                f"pp_schedule: {schedule} runs a backward in two parts, and torch's selective "
+                "checkpointing allows one backward: use ac=none (or full, recomputed for each part)"
+            )
+        if policy.splits_backward and policy.compile:
+            raise ModelError(
+                f"pp_schedule: {schedule} runs a backward in two parts, and compiled blocks have one: "
+                "torch refuses it; leave compile out"
+            )
+        if stages > 1 and layers % (mesh.pp * stages):
+            raise ModelError(
+                f"pp_schedule: {stages} stages on each of {mesh.pp} ranks do not divide the {layers} "
+                f"layers of {model.name}"
+            )
+        order_of(schedule, mesh.pp, enough_micro_batches(schedule, mesh.pp, policy.grad_accum))
+
+    def change_model(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
+        """Leave the stage of this rank."""
+        return stage_of(model, mesh, policy)
+
+    def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
+        """What the schedule holds, and which bubble is added."""
+        if about == "memory" and mesh.pp > 1:
+            yield (
+                f"pipeline stage {policy.pp_stage} of {mesh.pp} under {_schedule(mesh, policy)}: "
+                f"{micro_batches_in_flight(mesh, policy)} of {policy.grad_accum} micro-batches in flight; "
+                "receive buffers per micro-batch and neighbour, made in the first step and kept, as "
+                "torch.distributed.pipelining does; what was sent last is kept till the next; "
+                "gradients accumulate unsharded and are reduced after the last backward"
+            )
+        elif about == "step" and mesh.pp > 1:
+            yield (
+                f"pipeline rank {policy.pp_stage} represents all {mesh.pp}; {_bubble(mesh, policy)}, and "
+                "transfers between stages are hidden"
+            )
+
+
+def _schedule(mesh: MeshSpec, policy: PolicySpec) -> str:
+    rule, stages = schedule_rule(policy.pp_schedule), policy.stages_per_rank
+    made = rule.title if stages == 1 else f"{rule.title}, {stages} stages a rank run as one"
+    if not rule.splits_backward:
+        return made
+    later = micro_batches_under_way(mesh, policy).weights
+    return f"{made}, the weights' part of {plural(later, 'backward')} deferred at most"
+
+
+def _bubble(mesh: MeshSpec, policy: PolicySpec) -> str:
+    title = schedule_rule(policy.pp_schedule).title
+    if policy.pp_schedule in ("1f1b", "gpipe"):
+        return f"{title}'s bubble is {mesh.pp - 1} micro-batches"
+    stages = policy.stages_per_rank
+    return f"the bubble is that of torch's own order of {title}, {plural(stages, 'stage')} a rank"
