@@ -320,7 +320,8 @@ def _verdict(
         return [*_grave(findings), *grave][:_SENTENCES]
     peak = [] if memory is None else memory.verdict[:1]
     if memory is not None and any(rank.oom is not None for rank in memory.ranks):
-        return [*peak, *trace.verdict[:1], *memory.verdict[-1:]]
+        step = [line for line in trace.verdict if not line.startswith(NOTHING)]
+        return [*peak, *step[:1], *memory.verdict[-1:]]
     about_memory = {one.id for one in memory.findings} if memory is not None else set()
     first = _grave(findings)
     quiet = trace.ledger is None or not any(one.told for one in trace.ledger.entries)

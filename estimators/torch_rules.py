@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from inspect import getsource, signature
 
 from fsdp2prof.errors import ModelError
@@ -85,6 +84,8 @@ def _parsed(version: str) -> tuple[int, int] | None:
 
 @cache
 def _installed() -> str:
+    from importlib import metadata  # which takes longer than all else here
+
     return metadata.version("torch")  # without importing it
 
 

@@ -38,7 +38,7 @@ def analyze_trace(
     iteration: int | None = None,
     **options: Unpack[TraceOptions],
 ) -> TraceAnalysis:
-    """Say where the step goes and which communication of which layer is exposed.
+    """Analyze traces: where the step goes, and which communication of which layer is exposed.
 
     ``path`` is a run directory, a Kineto trace, or a folder of traces. ``ranks`` and ``steps`` choose some,
     ``iteration`` one of several profiling cycles; :func:`~fsdp2prof.references` says what speeds are
@@ -50,7 +50,7 @@ def analyze_trace(
 def analyze_memory(
     path: str | Path, *, ranks: Collection[int] | None = None, iteration: int | None = None
 ) -> MemoryAnalysis:
-    """Say what fills the device at the peak, by layer, phase and kind of tensor.
+    """Analyze memory recordings: what fills the device at the peak, by layer, phase and kind of tensor.
 
     ``path`` is a run directory, a memory snapshot, or a folder of snapshots. Raises as
     :func:`analyze_trace`.
@@ -65,7 +65,7 @@ def analyze_run(
     iteration: int | None = None,
     **options: Unpack[TraceOptions],
 ) -> RunAnalysis:
-    """Say what was run and how it ended, then analyse its traces and its memory.
+    """Analyze a run: its command and end, its traces and its memory.
 
     Raises as :func:`analyze_trace`.
     """
@@ -73,7 +73,7 @@ def analyze_run(
 
 
 def compare(before: str | Path, after: str | Path, **chosen: Unpack[Chosen]) -> RunComparison:
-    """Say what changed between two runs, traces, recordings, estimates, or saved JSON of any of them.
+    """Compare two runs, traces, recordings, estimates, or saved JSON of any of them.
 
     Raises as :func:`analyze_trace`, and if the two share nothing.
     """
@@ -89,7 +89,7 @@ def what_if(
     iteration: int | None = None,
     steps: Collection[int] | None = None,
 ) -> WhatIf:
-    """Run a recorded run again with something changed, or try every single change.
+    """Replay a recorded run with changes, or with every single change in turn.
 
     ``settings`` and ``without`` are written as for the command (``["reshard=never"]``, ``["host_syncs"]``).
     Raises as :func:`analyze_trace`, and ``UsageError`` for a change that is not one.
@@ -140,7 +140,7 @@ class Analysis(Generic[_Result]):
 
 
 class Recording:
-    """What a job left, opened by :func:`load`."""
+    """A run directory, traces or memory recordings, opened by :func:`load`."""
 
     def __init__(self, job: JobFiles) -> None:
         self._job = job

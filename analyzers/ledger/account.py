@@ -24,12 +24,12 @@ from fsdp2prof.analyzers.ledger.rank_rules import enter_waits
 from fsdp2prof.analyzers.ledger.script_rules import enter_script, join_places
 from fsdp2prof.analyzers.ledger.starved_rules import enter_starved
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, cost_frac
-from fsdp2prof.analyzers.ledger.words import bound, not_judged
+from fsdp2prof.analyzers.ledger.words import bound, collectives, not_judged
 from fsdp2prof.analyzers.ledger.work_rules import enter_work
 from fsdp2prof.analyzers.means import mean
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Finding
-from fsdp2prof.results.ledger import Ledger, LedgerEntry, LedgerStep
+from fsdp2prof.results.ledger import Ledger, LedgerEntry, LedgerRest, LedgerStep
 from fsdp2prof.results.step import StepBreakdown
 from fsdp2prof.results.trace import TraceAnalysis
 
@@ -133,6 +133,7 @@ def _ledger(book: Book) -> Ledger:
         step_ns=mean(book.total_ns, max(1, book.rank_steps)),
         unrecorded_step_ns=None if step is None else step.median_ns,
         entries=entries,
+        rest=_rest(entries, book.total_ns, book.rank_steps),
         steps=[
             LedgerStep(
                 rank=rank.rank,
@@ -148,7 +149,23 @@ def _ledger(book: Book) -> Ledger:
             for cause, ns in sorted(causes.items(), key=lambda item: -item[1])
         },
     )
-    return replace(ledger, bound=bound(ledger), not_judged=not_judged(book))
+    return replace(ledger, bound=bound(ledger), collectives=collectives(book), not_judged=not_judged(book))
+
+
+_LISTED = 8
+"""Entries that a short table lists."""
+_WORTH_A_ROW = 0.01
+"""Fraction of a step from which lost time has a row of its own."""
+
+
+def _rest(entries: Sequence[LedgerEntry], total_ns: int, windows: int) -> LedgerRest | None:
+    """Sum up the last entries, which a short table does not list; None of at most one."""
+    listed = [one.told or one.frac >= _WORTH_A_ROW for one in entries[:_LISTED]]
+    small = entries[listed.index(False) if False in listed else len(listed) :]
+    if len(small) < 2:
+        return None
+    ns = sum(one.total_ns for one in small)
+    return LedgerRest(entries=len(small), ns=mean(ns, max(1, windows)), frac=ns / total_ns)
 
 
 _CAUTION = 0.5

@@ -19,9 +19,12 @@ from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Place, Severity
 from fsdp2prof.results.ledger import GainBasis, LedgerEntry, LedgerPlace, LedgerRemedy
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.units import format_frac, format_ns
+from fsdp2prof.vocabulary import OPS
 
 _PLACES = 12
 """Places of an entry that are listed one by one."""
+_ALIKE = 1.05
+"""Counts of steps that differ by less are alike."""
 _NEARLY_NONE = 0.05
 """Fraction of all communication whose waits may be unknown without a word."""
 
@@ -298,6 +301,30 @@ class Book:
             },
         )
         del self.entries[other], self._charged[other]
+
+    @property
+    def collective_ns(self) -> Counter[str]:
+        """Time of collectives by the title of the entry that holds it."""
+        sums = Counter[str]()
+        for entry, charges in zip(self.entries, self._charged, strict=True):
+            sums[entry.title] += sum(charge.ns for charge in charges if charge.op in OPS)
+        return sums
+
+    def how_many(self, charges: Sequence[Charge]) -> str:
+        """Count collectives, as text with ``{}`` for their name: by step where only some steps have any."""
+        ranks, counts = Counter[int](), Counter[int]()
+        for rank in self.analysis.ranks:
+            ranks.update(step.step for step in rank.steps)
+        for one in charges:
+            counts[one.step] += one.count
+        kinds = {one.op for one in charges}
+        issued = {row.step for row in self.analysis.groups if row.fqn is None and row.op in kinds}
+        found = [count / ranks[step] for step, count in counts.items() if count]
+        low, high = min(found, default=0.0), max(found, default=0.0)
+        alike = f"{sum(found) / max(1, len(found)):.3g}"
+        number = f"{low:.3g} to {high:.3g}" if high > _ALIKE * low else alike
+        some = 0 < len(found) < len(ranks) and len(found) == len(issued & set(ranks))
+        return f"{number} {{}} " + (f"in {len(found)} of {len(ranks)} steps" if some else "a step")
 
     def _places(self, charges: Sequence[Charge]) -> list[LedgerPlace]:
         sums: dict[tuple[str | None, ...], list[int]] = defaultdict(lambda: [0, 0, 0])

@@ -24,9 +24,10 @@ def enter_fsdp(book: Book) -> None:
         book.enter(mine, "all_reduce_exposed", fqn=worst_layer(mine))
         _late(book)
     mine = book.take("communication")  # what no rule explains
-    book.enter(
-        mine, "exposed_communication" if book.on_device else "cpu_collectives_in_line", fqn=worst_layer(mine)
-    )
+    if book.on_device:
+        book.enter(mine, "exposed_communication", fqn=worst_layer(mine))
+    else:
+        book.enter(mine, "cpu_collectives_in_line")
 
 
 def _behind_syncs(book: Book) -> None:

@@ -251,7 +251,11 @@ def _syncs(book: Book) -> None:
 
 
 def _often(count: float) -> str:
-    return "once" if round(count, 2) == 1 else f"{count:,.0f} times" if count >= 10 else f"{count:.3g} times"
+    """Say how many times: steps may differ."""
+    if round(count, 2) == 1:
+        return "once"
+    times = f"{count:,.0f} times" if count >= 10 else f"{count:.3g} times"
+    return times if round(count, 2) == round(count) else f"on average {times}"
 
 
 def _blocks_its_host(charge: Charge) -> bool:

@@ -186,7 +186,7 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
         known=site,
         kind=kind,
         called=called,
-        noun=noun,
+        issued=book.how_many(mine).format(noun),
         by=by,
         more=more,
         change=change,

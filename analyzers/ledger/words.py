@@ -23,12 +23,16 @@ _SETTINGS_OF_SPEED = ("reshard", "forward_prefetch", "backward_prefetch", "separ
 """Changes that a script makes without another result."""
 _BUSY = 0.1
 """Fraction of a step that ranks wait for a processor, from which on the host is called busy."""
+_NAMED = 3
+"""Causes that one sentence names."""
+_ROUNDING = 0.005
+"""Fraction below which two sums of times are the same."""
 _SLOWED = 1.5
 """Times as long as an unrecorded step from which on a traced one is called slowed."""
 
 
 def trace_verdict(analysis: TraceAnalysis) -> list[str]:
-    """Return at most three sentences: the step, its largest loss and what to try; or nothing to fix."""
+    """Return at most three lines: the largest loss and what to try, or nothing; then the step's time."""
     missing = _missing_records(analysis)
     if not analysis.totals.step_ns or any(rank.misses_records for rank in analysis.ranks):
         return missing
@@ -37,9 +41,9 @@ def trace_verdict(analysis: TraceAnalysis) -> list[str]:
     ledger, head = analysis.ledger, _headline(analysis.ledger)
     first = next((one for one in ledger.entries if one.told), None)
     if first is None:
-        lines = [f"{head} {ledger.bound}".strip(), _nothing(analysis.what_if)]
+        lines = [_nothing(analysis.what_if), f"{head} {ledger.bound}".strip()]
     else:
-        lines = [f"{head} {first.said}", try_first(first, ledger)]
+        lines = [f"{first.said} {head}", try_first(first, ledger)]
     return [*missing, *lines, *ledger.not_judged][:3]
 
 
@@ -82,6 +86,25 @@ def bound(ledger: Ledger) -> str:
     part = "Most" if first.frac >= _MOST else "The largest part"
     then = f", then {others[0].title} ({format_ns(others[0].ns)})" if others and first.frac < _MOST else ""
     return f"{part} of the {of} is {first.title}: {format_ns(first.ns)} ({format_frac(first.frac)}){then}."
+
+
+def collectives(book: Book) -> str:
+    """Say which entries hold the exposed time of the rows by layer, where more than one does."""
+    windows = max(1, book.rank_steps)
+    named = [(title, ns / windows) for title, ns in book.collective_ns.most_common() if ns]
+    exposed = sum(row.exposed_ns for row in book.analysis.groups) / windows
+    blocked = sum(ns for _, ns in named) - exposed
+    few = max(1.0, _ROUNDING * exposed)
+    if len(named) < 2 and abs(blocked) <= few:
+        return ""
+    said = f"Collectives are exposed for {format_ns(exposed)}"
+    if blocked > few:
+        said += f", and their callers are blocked for {format_ns(blocked)} more"
+    counted = [f"{format_ns(ns)} {title}" for title, ns in named[:_NAMED]]
+    other = sum(ns for _, ns in named[_NAMED:])
+    if other > few:
+        counted.append(f"{format_ns(other)} other causes")
+    return f"{said}; by cause this is {', '.join(counted)}."
 
 
 def not_judged(book: Book) -> list[str]:

@@ -30,7 +30,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Equal nodes of one kind of accelerator.
+    """A cluster of equal nodes with one kind of accelerator.
 
     Raises ``ModelError`` if several nodes are needed and no network is given.
     """

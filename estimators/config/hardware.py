@@ -43,7 +43,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What connects nodes: one NIC."""
+    """The network between nodes, by the figures of one NIC."""
 
     name: str = ""
     gb_per_s: float
@@ -64,7 +64,7 @@ class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One accelerator; the comments of ``hardware.yaml`` say what each figure is."""
+    """An accelerator: memory, peak rates and links; ``hardware.yaml`` documents each figure."""
 
     name: str = ""
     memory_mib: _Rate

@@ -14,7 +14,7 @@ MOST_LAYERS = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """Which model, by name.
+    """A model, by built-in name, configuration file or factory.
 
     ``source`` is a built-in name (``llama3-8b``), a path of a Hugging Face ``config.json`` (or its folder),
     or ``package.module:factory``. The factory takes no argument and returns the module, or

@@ -102,7 +102,7 @@ def dtype_bytes(name: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicySpec:
-    """Everything about training that is neither the model nor the mesh.
+    """Settings of a training beside model and mesh: batch, sharding, precision, checkpointing, optimizer.
 
     Every field takes what a person writes (``ac="every:2"``, ``param_dtype="bf16"``) and holds the typed
     value. Raises ``ModelError`` with one line if a value is unknown or contradicts another.

@@ -50,7 +50,10 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
-    """What to plan. Raises ``ModelError`` for what no configuration can fulfil."""
+    """Model, cluster, batch and limits of a plan.
+
+    Raises ``ModelError`` for what no configuration can fulfil.
+    """
 
     model: ModelSpec
     cluster: Cluster

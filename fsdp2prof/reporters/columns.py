@@ -139,14 +139,16 @@ def table(
     remarks: Sequence[str] = (),
     scale: Iterable[Any] = (),
     known: bool = False,
+    whole: bool = False,
 ) -> Table:
     """Return a table of a row an item.
 
     ``every``: the items with nothing folded, where that differs. ``totals``: values by the columns' names.
     ``scale``: more items whose values the units are for. ``known`` leaves out columns without any value.
+    ``whole``: every row is always shown.
     """
-    shown, whole = list(items), None if every is None else list(every)
-    columns = _scaled(columns, [*shown, *(whole or ()), *scale])
+    shown, unfolded = list(items), None if every is None else list(every)
+    columns = _scaled(columns, [*shown, *(unfolded or ()), *scale])
     if known:
         columns = [one for one in columns if any(one.value(item) is not None for item in shown)]
     sums = [[None if one.kind == "bar" else row.get(one.name) for one in columns] for row in totals]
@@ -157,13 +159,14 @@ def table(
         columns=columns,
         rows=[[one.value(item) for one in columns] for item in shown],
         limit=limit,
+        whole=whole,
         noun=noun,
         totals=sums,
         remarks=remarks,
     )
-    if whole is None:
+    if unfolded is None:
         return made
-    rows = [[one.value(item) for one in columns] for item in whole]
+    rows = [[one.value(item) for one in columns] for item in unfolded]
     if rows == made.rows:
         return made
     below = note if every_note is None else every_note

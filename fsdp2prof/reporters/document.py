@@ -101,6 +101,8 @@ class Table:
     rows: Sequence[Sequence[Value]]
     limit: int | None = None
     """Rows that are enough at first; the rest with ``-v``, or behind a fold."""
+    whole: bool = False
+    """Whether every row is shown, however short the room is: they sum to the totals."""
     noun: str = "row"
     """What a row is, to count those left out."""
     totals: Sequence[Sequence[Value]] = ()
@@ -163,6 +165,7 @@ class Sentences:
     """Sentences under a title."""
 
     title: str
+    note: str = ""
     lines: Sequence[str]
     style: Literal["plain", "list", "warning", "code"] = "plain"
     """``code``: lines to paste, as they are."""

@@ -447,7 +447,7 @@ class StepRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepEstimate(Shown):
-    """What one rank's step will take."""
+    """Result of ``estimate step``: the predicted training step of one rank."""
 
     schema: str = STEP_ESTIMATE_SCHEMA
     model: EstimatedModel

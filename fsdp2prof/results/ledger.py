@@ -93,6 +93,18 @@ class LedgerEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerRest:
+    """The last entries of a ledger as one sum: those too small to be listed one by one."""
+
+    entries: int
+    """How many of the last entries these are."""
+    ns: float
+    """Mean per rank and step."""
+    frac: float
+    """Fraction of the traced steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerStep:
     """One traced step of one rank, by cause."""
 
@@ -119,6 +131,8 @@ class Ledger:
     """First those that are reported, in the order in which they are worth acting on; then the others, the
     most time first. Together they sum to ``total_ns``."""
     steps: list[LedgerStep] = field(default_factory=list)
+    rest: LedgerRest | None = None
+    """The entries that a short table shows in one row; null where it lists all of them."""
     causes_ns: dict[str, float] = field(default_factory=dict)
     """Cause -> mean per rank and step, the most first."""
     exact: bool = True
@@ -126,5 +140,7 @@ class Ledger:
     for other ranks and forwards without backward are not told apart."""
     bound: str = ""
     """What bounds the step, in one sentence."""
+    collectives: str = ""
+    """How the entries and the rows by layer count the same collectives; empty where they agree."""
     not_judged: list[str] = field(default_factory=list)
     """What this recording cannot show, a sentence each: overlap on a CPU, waits of ranks without a trace."""

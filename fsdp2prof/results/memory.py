@@ -98,7 +98,7 @@ class MemoryFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryAnalysis(Shown):
-    """Result of ``analyze memory``."""
+    """Result of ``analyze memory``: what fills the device at the peak of each rank."""
 
     schema: str = MEMORY_SCHEMA
     ranks: list[RankMemory]

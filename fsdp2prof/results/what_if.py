@@ -55,7 +55,7 @@ class WhatIfLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WhatIf(Shown):
-    """Result of ``whatif``."""
+    """Result of ``whatif``: a recorded step, replayed with changes."""
 
     schema: str = "fsdp2prof.what_if/1"
     verdict: list[str]

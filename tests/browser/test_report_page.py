@@ -162,9 +162,7 @@ def test_each_chart_draws_what_the_result_says(page: Page, tmp_path: Path, width
     assert max(drawn("roofline_chart", "[1].y")) == pytest.approx(60)
     assert drawn("shards", "[0].z") == [[1, 1, 0.5, 0], [1, 1, 1, 1]]
     assert drawn("nodes", "[1].text") == ["0", "1", "2", "3"]
-    cells = [value for row in drawn("memory_map", "[0].z") for value in row if value is not None]
-    assert sum(cells) == pytest.approx(100)
-    texts = "document.querySelector('[data-figure=memory_map] .heatmap-label text')"
+    texts = "document.querySelector('[data-figure=memory_layers] .ytick text')"
     assert page.evaluate(f"getComputedStyle({texts}).fill") == (
         "rgb(228, 231, 235)" if dark else "rgb(31, 41, 51)"
     )

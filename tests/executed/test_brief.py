@@ -14,6 +14,7 @@ from fsdp2prof.errors import UsageError
 from fsdp2prof.reporters.document import Column, Document, Section, Table
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
+from fsdp2prof.results.ledger import LedgerRest
 from fsdp2prof.vocabulary import printable
 
 
@@ -92,6 +93,22 @@ def test_a_name_breaks_after_a_dot_and_only_if_no_line_can_hold_it(name: str, li
     made = Document(title="Some", sections=[section], result=None)
     text = str(RENDERERS["text"].render(made, RenderOptions(width=40)))
     assert [line.split()[0] for line in text.splitlines() if "layers.0" in line or "weight" in line] == lines
+
+
+def test_the_rows_of_a_step_are_never_left_out_and_sum_to_it() -> None:
+    """At 40 lines nothing but rows could be spared."""
+    trace = large_run(64).trace
+    assert trace is not None
+    assert trace.ledger is not None
+    names = [f"cause {i}" for i in range(12)]
+    entry = trace.ledger.entries[0]
+    entries = [replace(entry, title=name, told=i < 8, ns=1e6) for i, name in enumerate(names)]
+    rest = LedgerRest(entries=4, ns=4e6, frac=0.04)
+    ledger = replace(trace.ledger, entries=entries, rest=rest)
+    text = rendered(replace(trace, ledger=ledger, verdict=["A long verdict."] * 12), brief=True)
+    assert len(text.splitlines()) <= 40
+    assert [name for name in names if name in text] == names[:8]
+    assert "4 other causes" in text
 
 
 def test_the_short_form_names_what_the_long_one_has() -> None:

@@ -102,8 +102,7 @@ def test_the_unrecorded_step_leads(
     assert step["slowdown"] == pytest.approx(median(traced) / step["median_ns"])
     assert step == analysis["trace"]["unrecorded_step"]
     verdict = analysis["verdict"]
-    slowed = verdict[0].startswith("Tracing makes a step ")  # on a machine with other work
-    assert verdict[1 if slowed else 0].startswith("A step takes ")
+    assert "A step takes " in " ".join(verdict[:2])
     assert verdict[:2] == analysis["trace"]["verdict"][:2]
     text = call(capfd, "analyze", "trace", run).out
     assert text.splitlines()[1].startswith(verdict[0][:20])

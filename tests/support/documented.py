@@ -16,7 +16,8 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 
 _CELL = re.compile(r"^\|.*", re.MULTILINE)
 _SPAN = re.compile(r"`(fsdp2prof [^`]*)`")
-_BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_INDENTED = re.compile(r"^    (fsdp2prof .*(?:\\\n.*)*)", re.MULTILINE)
 
 
 def documented_commands() -> list[tuple[str, list[str]]]:
@@ -32,10 +33,11 @@ def documented_commands() -> list[tuple[str, list[str]]]:
 
 
 def _commands(text: str) -> Iterator[list[str]]:
-    for block in _BLOCK.findall(text):
+    for language, block in [*_BLOCK.findall(text), *(("", block) for block in _INDENTED.findall(text))]:
+        prompt = "" if language == "" else "$ "
         for line in block.replace("\\\n", " ").splitlines():
-            if line.startswith("$ fsdp2prof "):
-                lexer = shlex.shlex(line[2:], posix=True, punctuation_chars="|")
+            if line.startswith(f"{prompt}fsdp2prof "):
+                lexer = shlex.shlex(line[len(prompt) :], posix=True, punctuation_chars="|")
                 lexer.whitespace_split = True
                 words = list(lexer)
                 end = words.index("|") if "|" in words else len(words)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from support.results import MIB, memory_analysis
 
 from fsdp2prof.analyzers.memory.peak import layer_rows
-from fsdp2prof.reporters.charts.memory import course_chart, memory_layer_chart, memory_map, peaks_chart
+from fsdp2prof.reporters.charts.memory import course_chart, memory_layer_chart, peaks_chart
 from fsdp2prof.results.peak import LayerBytes
 
 
@@ -48,14 +48,3 @@ def test_a_bar_a_layer_and_one_for_the_rest() -> None:
     (bar,) = figure["data"]
     assert (bar["y"][0], bar["y"][29], bar["y"][30]) == ("layers.0", "layers.29", "5 more")
     assert bar["x"][30] == 10 + 9 + 8 + 7 + 6
-
-
-def test_the_map_has_what_each_layer_holds_of_each_kind() -> None:
-    peak = memory_analysis().ranks[0].peak
-    figure = memory_map(peak.layers_folded)
-    assert figure is not None
-    cells = figure["data"][0]
-    assert [len(row) for row in cells["z"]] == [len(cells["x"])] * len(peak.layers_folded)
-    held = sum(size for row in cells["z"] for size in row if size is not None)
-    assert held * MIB == peak.allocated_bytes
-    assert memory_map(peak.layers_folded[:1]) is None

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
+from support.large_run import timeline
 from support.numbers import unexplained
 from support.rendered import csv_of, json_of, row_of, table_of, text_of
 from support.results import HOSTILE, MIB, MS, trace_analysis
 from synthetic import Schedule, record, transformer, write_run
 
 from fsdp2prof.analyzers.trace.summary import summarise
-from fsdp2prof.reporters.document import Findings, Sentences
+from fsdp2prof.reporters.document import Chart, Findings, Sentences
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.documents.trace import step_title
 from fsdp2prof.results.communication import BandwidthRow, Straggler
@@ -234,7 +236,7 @@ def test_the_changes_worth_most_open_the_page_with_gain_and_cost() -> None:
         change("reshard=never", 5 * MS, 3 * MIB),
         change("forward_prefetch=2", 4 * MS, 0),
         change("reduce_dtype=bfloat16", 2 * MS, -MIB),
-        change("without host_syncs", 1 * MS),
+        change("without host_syncs", 0.4 * MS),
         change("reshard=always", -3 * MS, -MIB),
         change("backward_prefetch=2", None),
     ]
@@ -246,3 +248,19 @@ def test_the_changes_worth_most_open_the_page_with_gain_and_cost() -> None:
         "With reduce_dtype=bfloat16 (`reduce_dtype=bfloat16`): 2.00 ms less a step (4.0%), and at most 1.00 "
         "MiB less memory.",
     ]
+    few = build(replace(trace_analysis(), what_if=[tried[3], tried[4]]))
+    assert len(few.changes) == 1, "a gain below 1% is not among those worth most"
+
+
+def test_the_timeline_opens_with_the_rank_that_others_wait_for() -> None:
+    """Whether or not a change is proposed."""
+    analysis = trace_analysis()
+    assert analysis.ledger is not None
+    late = replace(analysis.ledger.entries[0], cause="late_rank", rank=1, told=False)
+    analysis = replace(
+        analysis, ledger=replace(analysis.ledger, entries=[late]), timeline=timeline(Random(0), 2)
+    )
+    section = next(one for one in build(analysis).sections if one.anchor == "timeline")
+    (chart,) = [block for block in section.blocks if isinstance(block, Chart)]
+    assert chart.detail is not None
+    assert chart.detail["first"] == [1]

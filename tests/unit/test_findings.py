@@ -412,6 +412,27 @@ def test_collectives_that_are_not_fsdps_are_told_apart() -> None:
     assert found.evidence["phases"] == "other"
 
 
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ({3: 63}, "63 all-gathers in 1 of 2 steps are"),
+        ({3: 4, 4: 4}, "4 all-gathers a step are"),
+        ({3: 4, 4: 8}, "4 to 8 all-gathers a step are"),
+    ],
+)
+def test_collectives_of_some_steps_are_counted_in_those(counts: dict[int, int], said: str) -> None:
+    """Two ranks with steps 3 and 4 issue them."""
+    analysis = trace_analysis()
+    row = replace(analysis.groups[0], fqn=None, phase="other", exposed_ns=20 * MS)
+    ranks = [replace(rank, device_type="cuda") for rank in analysis.ranks]
+    rows = [
+        replace(row, rank=one.rank, step=step, count=count) for one in ranks for step, count in counts.items()
+    ]
+    found = find(replace(analysis, ranks=ranks, groups=[*analysis.groups, *rows], findings=[]))
+    (message,) = [one.message for one in found if one.id == "all_gather_outside_fsdp"]
+    assert message.startswith(said)
+
+
 def manifest(rows: int, ranks: int) -> RankManifest:
     """One Linear(64, rows) sharded over ``ranks``: rows are padded up to a multiple."""
     group = sharded_group("head", [rows, 64], ranks=ranks, rows=-(-rows // ranks))

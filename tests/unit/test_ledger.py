@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,11 @@ def named(ledger: Ledger, name: str) -> LedgerEntry:
 
 def assert_exact(ledger: Ledger) -> None:
     assert sum(entry.total_ns for entry in ledger.entries) == ledger.total_ns
+    rest = ledger.rest
+    listed = ledger.entries[: len(ledger.entries) - (rest.entries if rest else 0)]
+    shown = sum(entry.ns for entry in listed) + (rest.ns if rest else 0)
+    assert shown == pytest.approx(ledger.step_ns), "a short table sums to the step"
+    assert all(entry.told or entry.frac >= 0.01 for entry in listed[:-1])
     for step in ledger.steps:
         assert sum(step.causes_ns.values()) == step.duration_ns
     for entry in ledger.entries:
@@ -118,6 +124,12 @@ def test_waiting_for_a_slow_rank_is_charged_to_it_and_not_to_a_layers_collective
     assert (entry.cause, entry.rank) == ("late_rank", 1)
     assert entry.remedy is not None
     assert entry.remedy.basis == "replay"
+    assert " waiting for rank 1, " in ledger.collectives
+    scale = {"ms": 1.0, "us": 1e-3}
+    whole, *parts = (
+        float(number) * scale[unit] for number, unit in re.findall(r"([\d.]+) (ms|us)", ledger.collectives)
+    )
+    assert sum(parts) == pytest.approx(whole, abs=0.02), "causes sum to what the rows by layer expose"
 
 
 def test_waiting_for_a_rank_whose_loader_is_slow_is_charged_to_the_loader(tmp_path: Path) -> None:

@@ -200,15 +200,16 @@ def test_one_rank_waits_for_nobody() -> None:
 
 def test_the_verdict_says_what_bounds_a_step_that_needs_no_change() -> None:
     analysis = on_a_gpu(trace_analysis())
-    assert analysis.verdict[0] == "A traced step takes 50.0 ms. Most of the step is compute: 30.0 ms (60.0%)."
+    assert analysis.verdict[0].startswith("Nothing to fix was found")
+    assert analysis.verdict[1] == "A traced step takes 50.0 ms. Most of the step is compute: 30.0 ms (60.0%)."
 
 
 @pytest.mark.parametrize(
     ("causes", "device", "said"),
     [
-        ({"host_bound": 8}, "cuda", "A traced step takes 50.0 ms. The device is idle"),
+        ({"host_bound": 8}, "cuda", "The device is idle for 20.0 ms"),
         ({"host_bound": 8}, "cpu", "A traced step takes 50.0 ms. The largest part of the step is Python"),
-        ({"device_sync": 5, "memcpy": 3}, "cuda", "A traced step takes 50.0 ms. The device idles 20.0 ms"),
+        ({"device_sync": 5, "memcpy": 3}, "cuda", "The device idles 20.0 ms"),
         (
             {"queued": 8},
             "cuda",
@@ -245,7 +246,8 @@ def test_what_a_step_loses_most_is_named_by_its_cause(causes: dict[str, int], de
         )
         for rank in analysis.ranks
     ]
-    assert summarise(replace(analysis, ranks=ranks)).verdict[0].startswith(said)
+    first, second, *_ = summarise(replace(analysis, ranks=ranks)).verdict
+    assert first.startswith(said) or (first.startswith("Nothing to fix") and second.startswith(said))
 
 
 def test_waiting_that_is_next_to_nothing_is_nobodys() -> None:

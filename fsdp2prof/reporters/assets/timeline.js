@@ -87,9 +87,13 @@ class Timeline {
     this.draw();
   }
 
+  most() {
+    return widthOf(this.place) < NARROW ? 1 : this.sides.length > 1 ? 2 : 3;
+  }
+
   arrange(what) {
     this.chosen = what;
-    const most = widthOf(this.place) < NARROW ? 1 : this.sides.length > 1 ? 2 : 3;
+    const most = this.most();
     const waited = rank => rank.stalls.reduce((sum, stall) => sum + stall.length, 0);
     let ranks = this.ranks;
     if (what === "most") {
@@ -104,7 +108,7 @@ class Timeline {
     }
     this.rows = what === "all"
       ? ranks.map(rank => ({ rank, lanes: rank.lanes.filter(lane => lane.key !== "host"), label: this.title(rank) }))
-      : ranks.flatMap(rank => rank.lanes.map((lane, i) => {
+      : ranks.flatMap(rank => rank.lanes.filter(lane => lane.spans.length).map((lane, i) => {
         const label = this.lanes.get(lane.key).label;
         return { rank, lanes: [lane], key: lane.key, label: i ? label : `<b>${escaped(this.title(rank))}</b>  ${label}` };
       }));
@@ -411,7 +415,8 @@ class Timeline {
     button("All", "All: the whole step", () => this.look(this.first, this.total));
     this.select = document.createElement("select");
     this.select.setAttribute("aria-label", "Ranks shown");
-    const options = [["most", this.ranks.length > 4 ? (this.detail.first.length ? "late and waiting ranks" : "ranks that wait longest") : "lanes of each rank"]];
+    const some = this.detail.first.length ? "late and waiting ranks" : "ranks that wait longest";
+    const options = [["most", this.ranks.length > this.most() * this.sides.length ? some : "lanes of each rank"]];
     options.push(["all", "all ranks, a line each"]);
     this.ranks.forEach((rank, i) => options.push([String(i), this.title(rank)]));
     this.select.append(...options.map(([value, text]) => new Option(text, value)));

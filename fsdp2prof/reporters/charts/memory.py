@@ -161,39 +161,6 @@ def memory_layer_chart(layers: Sequence[LayerMemory]) -> Figure | None:
     return chart
 
 
-def memory_map(layers: Sequence[LayerMemory]) -> Figure | None:
-    """Map layers against categories, darker where more is alive; None for fewer than two layers."""
-    if len(layers) < 2:
-        return None
-    shown = layers[:_LAYER_LIMIT]
-    unit, scale = byte_unit(max(size for row in shown for size in row.categories.values()))
-    held = {name for row in shown for name, size in row.categories.items() if size}
-    kinds = [(name, word) for name, word in CATEGORIES.items() if name in held]
-    sizes = [[row.categories.get(name) for name, _ in kinds] for row in shown]
-    data = {
-        "type": "heatmap",
-        "x": [word.label for _, word in kinds],
-        "y": labels([row.name for row in shown]),
-        "z": [[size / scale if size else None for size in row] for row in sizes],
-        "zmin": 0,
-        "text": [[_short(size / scale) if size else "" for size in row] for row in sizes],
-        "texttemplate": "%{text}",
-        "textfont": {"color": INK},
-        "colorscale": [[0, "rgba(76,120,168,0.08)"], [1, "rgba(76,120,168,0.65)"]],
-        "colorbar": {"title": {"text": unit}, "thickness": 12},
-        "hovertemplate": f"%{{y}}, %{{x}}: %{{z:.3f}} {unit}<extra></extra>",
-        "xgap": 1,
-        "ygap": 1,
-    }
-    chart = figure([data], height=110 + 24 * max(3, len(shown)), reverse=True)
-    chart["layout"]["xaxis"] |= {"type": "category", "showgrid": False}
-    return chart
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.01 else "<0.01"
-
-
 def peaks_chart(peaks: Mapping[str, Peak]) -> Figure | None:
     """Stack what fills each of some named peaks; None where all are empty."""
     unit, scale = byte_unit(max(peak.allocated_bytes for peak in peaks.values()))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fsdp2prof.reporters import columns as c
-from fsdp2prof.reporters.document import Block, Findings, Section, Sentences
-from fsdp2prof.reporters.documents.trace_tables import step_meant, steps_of_a_kind
+from fsdp2prof.reporters.document import Block, Findings, Section, Sentences, Value
+from fsdp2prof.reporters.documents.trace_tables import counted, step_meant, steps_of_a_kind
 from fsdp2prof.reporters.formats import show_ns
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.what_if import WhatIfChange
@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from fsdp2prof.results.run import RunAnalysis, RunRank
     from fsdp2prof.results.trace import TraceAnalysis
 
-_CAUSES, _FINDINGS, _LAYERS, _KINDS, _RANKS = 7, 4, 10, 6, 4
-
-_WORTH_A_ROW = 0.01
-"""Fraction of a step from which lost time has a row."""
+_FINDINGS, _LAYERS, _KINDS, _RANKS = 4, 10, 6, 4
 
 _ALIKE = 1.05
 """Peaks and steps of ranks that differ by less are alike."""
@@ -71,7 +68,9 @@ def trace_brief(
     analysis: TraceAnalysis, findings: Sequence[Finding], verdict: Sequence[str]
 ) -> list[Section]:
     """Return the short form of a trace analysis, with the findings that the verdict leaves out."""
-    return [*causes_section(analysis), *_findings(findings, verdict), *_layers(analysis)]
+    lost, found, layers = causes_section(analysis), _findings(findings, verdict), _layers(analysis)
+    grave = any(finding.severity != "info" for finding in findings)
+    return [*lost, *found, *layers] if grave else [*lost, *layers, *found]
 
 
 def memory_brief(analysis: MemoryAnalysis, findings: Sequence[Finding]) -> list[Section]:
@@ -104,6 +103,7 @@ def causes_section(analysis: TraceAnalysis, step: str = "traced step") -> list[S
     ledger = analysis.ledger
     if ledger is None:
         return []
+    rest = ledger.rest
     columns = [
         c.name("title", "cause"),
         c.ms("ns", "ms"),
@@ -111,12 +111,15 @@ def causes_section(analysis: TraceAnalysis, step: str = "traced step") -> list[S
         c.ms("gain_ns", "gain\nms", of=lambda one: one.remedy and one.remedy.gain_ns),
         c.word("basis", "gain\nis", GAIN_BASES, of=lambda one: one.remedy and one.remedy.basis),
         c.word("confidence", "cause\nis", CONFIDENCES),
+        c.bar("frac"),
     ]
     entries = [
         entry if entry.told else replace(entry, remedy=None)  # a gain is promised where a change is proposed
-        for entry in ledger.entries
-        if entry.frac >= _WORTH_A_ROW
+        for entry in ledger.entries[: len(ledger.entries) - (0 if rest is None else rest.entries)]
     ]
+    small: list[Mapping[str, Value]] = []
+    if rest is not None:
+        small.append({"title": f"{rest.entries} other causes", "ns": rest.ns, "frac": rest.frac})
     table = c.table(
         "causes",
         "Where the step goes",
@@ -125,10 +128,12 @@ def causes_section(analysis: TraceAnalysis, step: str = "traced step") -> list[S
         every=ledger.entries,
         known=True,
         note=f"mean {step}; the causes are disjoint and sum to it",
-        limit=_CAUSES,
         noun="cause",
-        totals=[{"title": step, "ns": ledger.step_ns, "frac": 1.0}],
+        totals=[*small, {"title": step, "ns": ledger.step_ns, "frac": 1.0}],
+        whole=True,
     )
+    if table.unabridged is not None:  # which lists what the short table sums up
+        table = replace(table, unabridged=replace(table.unabridged, totals=table.totals[len(small) :]))
     return c.section("lost", table.title, table)
 
 
@@ -143,6 +148,7 @@ def _layers(analysis: TraceAnalysis) -> list[Section]:
         c.mean(),
         c.sized("payload_bytes", "payload"),
         c.gb_per_s("busbw_bytes_per_s", "busbw\nGB/s"),
+        c.dtype(),
     ]
     table = c.table(
         "by_layer",
@@ -151,6 +157,7 @@ def _layers(analysis: TraceAnalysis) -> list[Section]:
         analysis.by_layer_and_kind or analysis.by_layer_folded,
         note=f"mean per rank and {step_meant(analysis)}; exposed includes waiting for other ranks",
         limit=_LAYERS,
+        remarks=counted(analysis),
     )
     return c.section("communication", table.title, table)
 
@@ -237,6 +244,8 @@ def _ended(rank: RunRank) -> str:
 
 
 _WORTH_MOST = 3
+_WORTH_A_LINE = 0.01
+"""Fraction of a step from which a gain is worth naming."""
 
 
 def findings_section(
@@ -254,7 +263,7 @@ def changes_worth_most(tried: Sequence[WhatIfChange]) -> list[str]:
 
     ``tried`` is ordered by what is gained, the most first.
     """
-    gains = [row for row in tried if row.gained_ns and row.gained_ns > 0]
+    gains = [row for row in tried if row.gained_ns and (row.gained_frac or 0.0) >= _WORTH_A_LINE]
     return [_gain(row) for row in gains if not row.other_hardware][:_WORTH_MOST]
 
 

@@ -8,12 +8,11 @@ from dataclasses import asdict
 from fsdp2prof.estimators.config.option import options_of
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.reporters import columns as c
-from fsdp2prof.reporters.charts.memory import memory_layer_chart, memory_map
+from fsdp2prof.reporters.charts.memory import memory_layer_chart
 from fsdp2prof.reporters.document import Chart, Document, Facts, KeyFigure, Section, Sentences, Table, Value
 from fsdp2prof.reporters.documents import builds
 from fsdp2prof.reporters.documents.brief import in_order
 from fsdp2prof.reporters.documents.memory_tables import (
-    largest_cell,
     largest_layer,
     layer_memory_table,
     remedy_table,
@@ -185,7 +184,7 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
                 lead="Categories and layers sum exactly to the bytes in use at the peak.",
                 blocks=[
                     _category_table(estimate),
-                    *_peak_charts(estimate),
+                    *_peak_chart(estimate),
                 ],
             ),
             *_tried(estimate),
@@ -227,13 +226,10 @@ def _memory_numbers(estimate: MemoryEstimate) -> list[KeyFigure]:
     return numbers
 
 
-def _peak_charts(estimate: MemoryEstimate) -> list[Chart]:
-    peak = estimate.peak
-    drawn = {
-        "layers_at_peak": (largest_layer(peak.layers_folded), memory_layer_chart(peak.layers_folded)),
-        "memory_map": (largest_cell(peak.layers_folded), memory_map(peak.layers_folded)),
-    }
-    return [Chart(name=name, title=title, figure=figure) for name, (title, figure) in drawn.items() if figure]
+def _peak_chart(estimate: MemoryEstimate) -> list[Chart]:
+    layers = estimate.peak.layers_folded
+    figure = memory_layer_chart(layers)
+    return [Chart(name="layers_at_peak", title=largest_layer(layers), figure=figure)] if figure else []
 
 
 def _category_table(estimate: MemoryEstimate) -> Table:

@@ -9,7 +9,6 @@ from fsdp2prof.reporters.charts.memory import (
     course_marks,
     course_totals,
     memory_layer_chart,
-    memory_map,
 )
 from fsdp2prof.reporters.document import Block, Chart, Document, Facts, KeyFigure, Section, Spark, Table
 from fsdp2prof.reporters.documents import builds
@@ -107,7 +106,6 @@ def _peak_sections(analysis: MemoryAnalysis) -> list[Section]:
     layers = _chart(
         "memory_layers", tables.largest_layer(peak.layers_folded), memory_layer_chart(peak.layers_folded)
     )
-    cells = _chart("memory_map", tables.largest_cell(peak.layers_folded), memory_map(peak.layers_folded))
     remedies = tables.remedy_table("Changes that lower the peak", rank.remedies)
     return [
         *c.section(
@@ -122,7 +120,6 @@ def _peak_sections(analysis: MemoryAnalysis) -> list[Section]:
         *c.section(
             "memory_by_layer",
             "Memory by layer and block",
-            *(cells if known else ()),
             tables.layer_memory_table(peak) if known else None,
             tables.block_table(rank),
             detail=True,

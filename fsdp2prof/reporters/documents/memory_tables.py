@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.document import Column, Table, Value
-from fsdp2prof.reporters.formats import byte_unit, decimals, scaled, show_category
+from fsdp2prof.reporters.formats import byte_unit, decimals, scaled
 from fsdp2prof.results.estimate import PredictedPeak
 from fsdp2prof.results.memory import AtPeak, MemoryAnalysis, RankMemory
 from fsdp2prof.results.peak import Fragmentation, LayerMemory, LiveBlock, OutOfMemory, Peak, Remedy
@@ -128,13 +128,6 @@ def largest_layer(layers: Sequence[LayerMemory]) -> str:
     if known is first:
         return f"{holds} most: {format_bytes(known.bytes)} of {total}"
     return f"{format_bytes(first.bytes)} of {total} belong to no layer; {holds} {format_bytes(known.bytes)}"
-
-
-def largest_cell(layers: Sequence[LayerMemory]) -> str:
-    """Say which kind of which layer holds most."""
-    cells = [(size, row.name, name) for row in layers for name, size in row.categories.items()]
-    size, layer, category = max(cells, key=lambda cell: cell[0])
-    return f"Most at the peak: {show_category(category)} of {layer}, {format_bytes(size)}"
 
 
 def block_table(rank: RankMemory) -> Table:

@@ -260,7 +260,8 @@ def _point_table(plan: Plan, points: Sequence[PlanPoint], name: str, title: str)
 def _recipes(plan: Plan) -> Section:
     blocks = [
         Sentences(
-            title=recipe.tool if not recipe.note else f"{recipe.tool} ({recipe.note})",
+            title=recipe.tool,
+            note=recipe.note,
             lines=recipe.text.splitlines(),
             style="code",
         )

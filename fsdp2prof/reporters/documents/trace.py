@@ -121,9 +121,9 @@ def trace_sections(analysis: TraceAnalysis, *, predicted: bool = False) -> list[
 
 
 def _late_ranks(analysis: TraceAnalysis) -> list[int]:
-    """Return the ranks that losses are charged to, the costliest first."""
+    """Return the ranks that losses are charged to, those reported first, then the costliest."""
     entries = [] if analysis.ledger is None else analysis.ledger.entries
-    return list(dict.fromkeys(one.rank for one in entries if one.told and one.rank is not None))
+    return list(dict.fromkeys(one.rank for one in entries if one.rank is not None))
 
 
 def trace_data(analysis: TraceAnalysis) -> list[Table]:

@@ -176,8 +176,14 @@ def layer_table(analysis: TraceAnalysis) -> Table:
         note=f"most exposed first; mean per rank and {step_meant(analysis)}; stall: time the layer waited, "
         "queueing included",
         limit=_LAYER_ROWS,
-        remarks=[_overlap_sentence(analysis), *_attribution_sentences(analysis)],
+        remarks=[_overlap_sentence(analysis), *counted(analysis), *_attribution_sentences(analysis)],
     )
+
+
+def counted(analysis: TraceAnalysis) -> list[str]:
+    """Say how the step's causes count the communication by layer."""
+    ledger = analysis.ledger
+    return [ledger.collectives] if ledger is not None and ledger.collectives else []
 
 
 def _overlap_sentence(analysis: TraceAnalysis) -> str:

@@ -80,6 +80,8 @@ def _where(fqn: str | None) -> str:
 
 
 def _sentences(block: Sentences) -> Iterator[str]:
+    if block.note:
+        yield f"_{escaped(block.note)}_"
     if block.style == "code":
         yield "\n".join(f"    {printable(line)}" for line in block.lines)
     elif block.style == "plain":

@@ -247,7 +247,7 @@ def _with_one_less(sections: Sequence[Section]) -> list[Section] | None:
 def _spare(block: Block) -> int:
     """Return the lines that a block has of what may go, 0 where nothing may."""
     if isinstance(block, Table):
-        rows = len(block.rows[: block.limit])
+        rows = 0 if block.whole else len(block.rows[: block.limit])
         return rows if rows > _LEAST_ROWS + (rows == len(block.rows)) else 0
     if isinstance(block, Findings) and len(block.findings) > 1:
         return _FINDING_LINES * len(block.findings)
@@ -299,7 +299,7 @@ def _block(block: Block, options: RenderOptions) -> RenderableType | None:
         return _titled(block.title, "", _facts(block))
     if isinstance(block, Findings):
         return _titled(block.title, "", _findings(block)) if block.findings else None
-    return _titled(block.title, "", _sentences(block)) if block.lines else None
+    return _titled(block.title, block.note, _sentences(block)) if block.lines else None
 
 
 def _titled(title: str, note: str, content: RenderableType) -> RenderableType:
