@@ -176,7 +176,7 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     by_optimizer = max(phases, key=lambda phase: phases[phase]) == "optimizer"
     if by_optimizer:
         more += " The optimizer issues them: it needs more than a shard of each parameter."
-    few = not book.on_device and count < _own_count(book)
+    few = not book.on_device and kind != "barrier" and count < _own_count(book)
     usual = (few or count <= _USUAL_COUNT) and size <= _USUAL_BYTES
     book.enter(
         mine,

@@ -118,6 +118,9 @@ _DEBUGGING = {
     "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "kernels of all streams queue up behind each other"),
 }
 
+_OF_EVERY_BACKEND = ("TORCH_DISTRIBUTED_DEBUG",)
+"""Those that slow gloo on a CPU, too."""
+
 
 def find_in_variables(evidence: RunEvidence) -> Iterator[Finding]:
     """Variables that take a choice from NCCL, or make everything wait."""
@@ -132,19 +135,17 @@ def find_in_variables(evidence: RunEvidence) -> Iterator[Finding]:
             what=_described(set_ones, _OVERRIDES),
             no_gpu="" if on_device else " This run used no GPU, so they had no effect.",
         )
-    if not on_device:
-        return
     off = {
         name: environment[name]
         for name in _DISABLING
-        if name in environment and environment[name] == ("0" if name.endswith("ENABLE") else "1")
+        if on_device and environment.get(name) == ("0" if name.endswith("ENABLE") else "1")
     }
     if off:
         yield finding("transport_disabled", {"variables": off}, what=_described(off, _DISABLING))
     slow = {
         name: environment[name]
         for name, (value, _) in _DEBUGGING.items()
-        if environment.get(name, "").upper() == value
+        if environment.get(name, "").upper() == value and (on_device or name in _OF_EVERY_BACKEND)
     }
     if slow:
         meant = {name: what for name, (_, what) in _DEBUGGING.items()}

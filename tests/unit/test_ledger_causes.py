@@ -469,3 +469,12 @@ def test_a_thread_that_computes_more_than_the_training_holds_it_up_after_collect
     gathered = {"cause": "communication", "ns": 20 * MS, "op": "all_gather"}
     found = told(ledger_of([gathered], manifests, device="cpu"))
     assert [(one.id, one.ns) for one in found] == ([("starved_host", 12 * MS)] if named else [])
+
+
+@pytest.mark.parametrize(("count", "named"), [(21, True), (2, False)])
+def test_barriers_are_no_usual_collectives(count: int, named: bool) -> None:
+    """Fewer than FSDP's own on a CPU, where as many small all-reduces are what a training needs."""
+    barriers = {"cause": "other_communication", "ns": 8 * MS, "count": count, "operator": "c10d::barrier"}
+    own = {"cause": "communication", "ns": 5 * MS, "op": "all_gather", "count": 40}
+    found = told(ledger_of([barriers, own], [sharded()], device="cpu"))
+    assert [one.id for one in found] == ["barrier_outside_fsdp"] * named

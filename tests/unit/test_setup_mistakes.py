@@ -235,3 +235,11 @@ def test_all_reduces_of_the_script_are_counted_by_step() -> None:
     rows = [replace(one, fqn=None), one, replace(one, fqn=None, rank=1)]
     found = all_reduces_of(replace(analysis, groups=rows))
     assert found == [[2, 2], *[[]] * (len(analysis.ranks[0].steps) - 1)]
+
+
+@pytest.mark.parametrize(
+    ("variable", "named"),
+    [({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, True), ({"CUDA_LAUNCH_BLOCKING": "1"}, False)],
+)
+def test_debugging_of_collectives_is_named_on_a_cpu_too(variable: dict[str, str], named: bool) -> None:
+    assert ("debugging_variables" in found([alone(0)], environment=variable)) is named
