@@ -15,7 +15,7 @@ from fsdp2prof.estimators.config.optimizers import OptimizerFactory
 from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.sharding.groups import ParameterGroup, ShardedParameter
 from fsdp2prof.estimators.sharding.optimizer_state import optimizer_state_bytes
-from fsdp2prof.estimators.verdict.memory_range import NOT_DECIDING, RECORD_STREAMS
+from fsdp2prof.estimators.verdict.memory_range import MEASURED, NOT_DECIDING, RECORD_STREAMS
 from fsdp2prof.results.estimate import Fit, OutsideAllocator, PredictedPeak, Unknown
 from fsdp2prof.results.peak import Remedy
 from fsdp2prof.units import format_bytes, format_frac
@@ -26,7 +26,7 @@ _WORDS = {
     "compile": "the tensors that the compiler saves",
     "cache": "whether freeing cached blocks makes room",
     RECORD_STREAMS: "how long record_stream holds memory",
-    "measured": "the measured peak",
+    MEASURED: "the measured peak",
     "prediction": "the error of predictions of published runs",
 }
 """What is not known, in a sentence."""
@@ -113,7 +113,7 @@ def verdict(
     """Say how much a rank takes and where, whether that fits, and what fills it or would take most off."""
     place = f"{where(peak.phase, peak.fqn)}, step {peak.step}"
     lines = [
-        f"A rank reserves {format_bytes(peak.reserved_bytes)} at its peak{_range(peak, unknown)}; "
+        f"A rank reserves {_reserved(peak, unknown)}; "
         f"{format_bytes(peak.active_bytes)} of it is in use {place}."
     ]
     if room is None or room.fit == "fits" or not options:
@@ -134,14 +134,20 @@ def _spread(room: Room, unknown: Sequence[Unknown]) -> str:
     return f" Predictions of published runs were off by up to {format_bytes(spread)}, more than that margin."
 
 
-def _range(peak: PredictedPeak, unknown: Sequence[Unknown]) -> str:
+def _reserved(peak: PredictedPeak, unknown: Sequence[Unknown]) -> str:
+    """Say what is reserved: as measured where that is known, else as predicted, with its range."""
+    predicted = format_bytes(peak.reserved_bytes)
     if not unknown:
-        return ""
+        return f"{predicted} at its peak"
     low, high = (
         format_bytes(peak.reserved_bytes + sum(getattr(one, end) for one in unknown))
         for end in ("low_bytes", "high_bytes")
     )
-    return f" ({low} to {high}, depending on {_listed([_WORDS.get(one.name, one.name) for one in unknown])})"
+    words = _listed([_WORDS.get(one.name, one.name) for one in unknown])
+    if [one.name for one in unknown] == [MEASURED]:
+        known = low if low == high else f"{low} to {high}"
+        return f"{known} at its peak by {words} ({predicted} without)"
+    return f"{predicted} at its peak ({low} to {high}, depending on {words})"
 
 
 def fit_sentence(room: Room) -> str:

@@ -18,7 +18,7 @@ RECORD_STREAMS = "record_streams"
 """The unknown that decides speed and not whether a run fits."""
 PREDICTION = "prediction"
 """How far off predictions of published runs were."""
-_MEASURED = "measured"
+MEASURED = "measured"
 NOT_DECIDING = (RECORD_STREAMS, PREDICTION)
 """Unknowns that the verdict on a device leaves out: it rests on what can be found out before the run."""
 
@@ -118,7 +118,7 @@ def as_measured(reserved: int, in_use: int, measured: MeasuredPeaks) -> Unknown:
         found = ", ".join(f"{one:+.1%}" for one in measured.off_fracs)
         why = f"measured peaks of other runs lie {found} from their predictions"
     return Unknown(
-        name=_MEASURED,
+        name=MEASURED,
         low_bytes=low,
         high_bytes=high,
         why=f"{why}; the parts and the changes that are listed are predicted",

@@ -24,9 +24,11 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.memory import estimate_memory, predict_memory
 from fsdp2prof.estimators.verdict.memory_fit import room_on, verdict
+from fsdp2prof.estimators.verdict.memory_range import MeasuredPeaks, as_measured
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.results.estimate import EstimatedModel, MemoryEstimate
+from fsdp2prof.units import format_bytes
 
 GIB = 1 << 30
 SPEC = ModelSpec(source="gpt2", layers=2)
@@ -170,6 +172,19 @@ def test_whether_it_fits_depends_between_the_ends_of_the_range(
     assert room is not None
     assert room.fit == fit
     assert words in verdict(estimate.peak, room, estimate.remedies)[1]
+
+
+def test_a_measured_peak_leads_the_verdict(estimate: MemoryEstimate) -> None:
+    peak = estimate.peak
+    for off_fracs, own, said in (
+        ((), 2 * peak.reserved_bytes, f"{format_bytes(2 * peak.reserved_bytes)} at its peak by"),
+        ((0.5, 1.0), None, f"to {format_bytes(2 * peak.reserved_bytes)} at its peak by"),
+    ):
+        measured = MeasuredPeaks(own_bytes=own, off_fracs=off_fracs)
+        unknown = [as_measured(peak.reserved_bytes, peak.active_bytes, measured)]
+        first = verdict(peak, None, [], unknown)[0]
+        assert said in first
+        assert f"({format_bytes(peak.reserved_bytes)} without)" in first
 
 
 def test_without_a_device_nothing_is_said_about_fitting() -> None:
