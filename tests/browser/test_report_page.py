@@ -92,7 +92,7 @@ def test_a_trace_alone_has_its_own_sections(page: Page, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("result", "charts"), [("failed", 3), ("compared", 1)])
+@pytest.mark.parametrize(("result", "charts"), [("failed", 2), ("compared", 1)])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_memory_has_pages_of_its_own(
     page: Page, tmp_path: Path, result: str, charts: int, width: int
