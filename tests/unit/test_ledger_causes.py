@@ -125,6 +125,20 @@ def test_everything_at_a_line_that_saves_is_one_cause(site: str, saves: bool) ->
         assert (entries[0].ns, entries[0].evidence["site"]) == (12 * MS, site)
 
 
+@pytest.mark.parametrize(("steps", "is_told"), [(1, False), (2, True)])
+def test_a_checkpoint_in_one_step_of_several_may_be_one_of_every_few_hundred(
+    steps: int, is_told: bool
+) -> None:
+    site = "train.py:64 (save_checkpoint)"
+    numbers = [one.step for one in trace_analysis().ranks[0].steps]
+    found = [{"cause": "host_pause", "ns": 20 * MS, "site": site, "step": step} for step in numbers[:steps]]
+    ledger = ledger_of(found)
+    (entry,) = [one for one in ledger.entries if one.id == "checkpoint_in_step"]
+    assert entry.told is is_told
+    often = "every step" if steps == len(numbers) else f"{steps} of {len(numbers)} traced steps"
+    assert entry.said.startswith(f"A checkpoint is saved at {site} in {often}: ")
+
+
 def test_a_synchronisation_names_its_line_and_takes_its_copies_along() -> None:
     line = "train.py:9 (log)"
     sync = HostSyncRow(

@@ -248,6 +248,8 @@ def test_all_reduces_of_the_script_are_counted_by_step() -> None:
     rows = [replace(one, fqn=None), one, replace(one, fqn=None, rank=1)]
     found = all_reduces_of(replace(analysis, groups=rows))
     assert found == [[2, 2], *[[]] * (len(analysis.ranks[0].steps) - 1)]
+    exchanged = [*rows, replace(one, fqn=None, op="all_to_all")]
+    assert all_reduces_of(replace(analysis, groups=exchanged)) is None, "experts need no all-reduce"
 
 
 @pytest.mark.parametrize(
