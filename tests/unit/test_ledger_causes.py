@@ -478,3 +478,17 @@ def test_barriers_are_no_usual_collectives(count: int, named: bool) -> None:
     own = {"cause": "communication", "ns": 5 * MS, "op": "all_gather", "count": 40}
     found = told(ledger_of([barriers, own], [sharded()], device="cpu"))
     assert [one.id for one in found] == ["barrier_outside_fsdp"] * named
+
+
+@pytest.mark.parametrize(
+    ("other_ms", "why"), [(10, "all of this idle time"), (5, "the rank that gains least")]
+)
+def test_a_gain_says_when_it_is_that_of_the_rank_that_gains_least(other_ms: int, why: str) -> None:
+    """The device of rank 0 idles 10 ms a step for its host, that of rank 1 as long or half as long."""
+    ledger = ledger_of(
+        [{"cause": "host", "rank": rank, "ns": ms * MS} for rank, ms in ((0, 10), (1, other_ms))]
+    )
+    (first,) = told(ledger)
+    assert first.remedy is not None
+    assert first.remedy.gain_ns == other_ms * MS
+    assert first.remedy.reason.startswith(why)

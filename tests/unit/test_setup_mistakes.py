@@ -11,6 +11,7 @@ import pytest
 from support.results import trace_analysis
 from support.sharded_groups import sharded_group
 
+from fsdp2prof.analyzers.sharding import check
 from fsdp2prof.analyzers.sharding.check import check_run, check_structure
 from fsdp2prof.analyzers.sharding.mistakes import find_mistakes
 from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence, all_reduces_of
@@ -223,6 +224,18 @@ def test_a_run_without_any_rank_fails() -> None:
     checked = check_run(run, {})
     assert not checked.passed
     assert [one.id for one in checked.findings] == ["nothing_sharded"]
+
+
+@pytest.mark.parametrize(
+    ("count", "begins"),
+    [(1, "1 parameter is sharded over 1 rank"), (2, "2 parameters are sharded over 1 rank")],
+)
+def test_a_verdict_counts_parameters(count: int, begins: str) -> None:
+    group = alone(0)
+    group.parameters = group.parameters[:count]
+    evidence = RunEvidence(RunInfo(world_size=1), {0: RankManifest(world_size=1, param_groups=[group])})
+    (said,) = check._verdict(evidence, [], [], [])
+    assert said.startswith(begins)
 
 
 def test_all_reduces_of_the_script_are_counted_by_step() -> None:
