@@ -29,7 +29,8 @@ def enter_starved(book: Book) -> None:
     """Enter the time in which ranks were ready to run, and had no processor or not the interpreter."""
     _threads(book)
     own = () if book.on_device else ("compute", "fsdp_copy")
-    mine = _taken(book, waits_for_processors(book.manifests), (*_RUNNING, "garbage_collection", *own))
+    ready = (*_RUNNING, "garbage_collection", *own)
+    mine = _taken(book, _waited_while_ready(book, ready), ready)
     if any(one.ns for one in mine):
         crowded, change = oversubscribed(book.manifests)
         more = "; more threads were ready to run than the machine has processors"
@@ -40,6 +41,33 @@ def enter_starved(book: Book) -> None:
             crowded=f": {crowded}" if crowded else more,
             change=change or "",
         )
+
+
+def _waited_while_ready(book: Book, causes: Sequence[str]) -> dict[tuple[int, int], int]:
+    """Return rank and step -> time of the causes in which the thread waited for a processor.
+
+    The system counts all waiting of a step, also that of a thread which wakes up inside a collective. Of each
+    nanosecond that the thread is ready, it is taken to wait the same part wherever it is, so that its own
+    computing remains: waiting / (waiting + computing) of the causes, both as counted by the system.
+    """
+    pool = _pool(book, causes)
+    computed = {
+        (one.rank, step.step): step.main_thread_cpu_ns for one in book.manifests for step in one.host_steps
+    }
+    return {
+        place: min(waited, pool[place] * waited // (waited + computed[place]))
+        for place, waited in waits_for_processors(book.manifests).items()
+        if waited
+    }
+
+
+def _pool(book: Book, causes: Sequence[str]) -> Counter[tuple[int, int]]:
+    """Return rank and step -> what is left of the causes."""
+    pool: Counter[tuple[int, int]] = Counter()
+    for cause in causes:
+        for one in book.left(cause):
+            pool[one.rank, one.step] += one.ns
+    return pool
 
 
 def _threads(book: Book) -> None:
@@ -67,10 +95,7 @@ def _threads(book: Book) -> None:
 
 def _taken(book: Book, amounts: Mapping[tuple[int, int], int], causes: Sequence[str]) -> list[Charge]:
     """Take an amount per rank and step out of the time of some causes, the same part of each charge."""
-    pool: Counter[tuple[int, int]] = Counter()
-    for cause in causes:
-        for one in book.left(cause):
-            pool[one.rank, one.step] += one.ns
+    pool = _pool(book, causes)
     mine = []
     for cause in causes:
         for one in book.take(cause):

@@ -280,11 +280,28 @@ def test_the_line_seen_most_names_a_stretch_and_collections_their_own() -> None:
 BASE = 1_700_000_000_000_000_000
 
 
-def starved(waiting_ms: int, threads: int) -> list[RankManifest]:
+def starved(waiting_ms: int, threads: int, computing_ms: int = 0) -> list[RankManifest]:
     """Two ranks of a host of two processors, whose training threads wait for one in every step."""
     machine = MachineInfo(cores=2, usable_cores=2, torch_threads=threads)
-    steps = [HostStep(step=step, main_thread_waiting_ns=waiting_ms * MS) for step in (3, 4)]
+    steps = [
+        HostStep(step=step, main_thread_waiting_ns=waiting_ms * MS, main_thread_cpu_ns=computing_ms * MS)
+        for step in (3, 4)
+    ]
     return [RankManifest(rank=rank, host="node0", machine=machine, host_steps=steps) for rank in (0, 1)]
+
+
+def test_a_busy_host_leaves_the_ranks_what_they_computed() -> None:
+    """60 ms of waiting, 20 of computing: of 40 ms in which the ranks could have run they waited 3 / 4."""
+    analysis = trace_analysis()
+    ranks = [
+        replace(rank, steps=[replace(step, idle_ns={"host_bound": 8 * MS}) for step in rank.steps])
+        for rank in analysis.ranks
+    ]
+    for computing_ms, waited_ms in ((0, 40), (20, 30)):
+        manifests = starved(60, 1, computing_ms)
+        ledger = with_ledger(replace(analysis, ranks=ranks), manifests=manifests).ledger
+        assert ledger is not None
+        assert named(ledger, "starved_host").ns == waited_ms * MS
 
 
 @pytest.mark.parametrize(("threads", "proposed"), [(1, False), (8, True)])
