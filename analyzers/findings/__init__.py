@@ -3,7 +3,8 @@
 A section is a finding, ``[finding/variant]`` another wording of it that inherits what it does not set, as one
 that is ``like`` another section does. A text names its values in braces, with a format of :data:`_FORMATS`
 or Python's: ``{held:bytes}``, ``{parameters:n parameter}``. A part in ``[[double brackets]]`` is left out
-where a value of it is None. The files are read at every start: INI takes a quarter of the time of YAML.
+where a value of it is None; elsewhere such a value, or a missing one, is ``unknown``: words end no analysis.
+The files are read at every start: INI takes a quarter of the time of YAML.
 """
 
 from __future__ import annotations
@@ -45,7 +46,12 @@ _FORMATS: Mapping[str, Callable[[Any], str]] = {
 class _Words(Formatter):
     """Formats values as sentences write them; ``{count:n rank}`` is ``3 ranks``."""
 
+    def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return kwargs.get(str(key))
+
     def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None:
+            return "unknown"
         if format_spec.startswith("n "):
             return plural(value, format_spec[2:])
         write = _FORMATS.get(format_spec)
@@ -60,7 +66,7 @@ def fill(template: str, values: Mapping[str, object]) -> str:
 
     def optional(match: re.Match[str]) -> str:
         names = [name for _, name, _, _ in _WORDS.parse(match[1]) if name]
-        return "" if any(values[name] is None for name in names) else match[1]
+        return "" if any(values.get(name) is None for name in names) else match[1]
 
     return _WORDS.vformat(_OPTIONAL.sub(optional, template), (), values)
 
@@ -88,8 +94,12 @@ def declared(room: str, option: str) -> frozenset[str]:
 
 
 def worded(room: str, key: str, values: Mapping[str, object]) -> Callable[[str], str]:
-    """Return what gives a text of a section by its name, with its values; texts may name one another."""
-    texts = wordings(room)[key]
+    """Return what gives a text of a section by its name, with its values; texts may name one another.
+
+    A variant that is not declared has the words of its finding.
+    """
+    known = wordings(room)
+    texts = known.get(key) or known[key.partition("/")[0]]
     return lambda option: fill(texts.get(option, ""), {**texts, **values})
 
 

@@ -51,6 +51,10 @@ _REASONS = {
 }
 """``why`` of a charge -> the same in words."""
 
+_NEARLY_ALL = 0.98
+"""Part of a gain from which on it is called all of the time."""
+_SLOWEST = "the rank that gains least sets the pace"
+
 ALL = float("inf")
 """The gain of a remedy that gives back all time of its entry."""
 
@@ -233,13 +237,15 @@ class Book:
         cure: LedgerRemedy | None = None
         if remedy and text("change"):
             most = self.least_ns(charges, late) if self.on_device else total
-            gain = None if gain_ns is None else min(gain_ns, most)
+            whole = None if gain_ns is None else min(gain_ns, total)
+            gain = None if whole is None else min(whole, most)
+            is_less = whole is not None and most < _NEARLY_ALL * whole
             cure = LedgerRemedy(
                 change=text("change"),
                 gain_ns=None if gain is None else gain / max(1, self.rank_steps),
                 gain_frac=None if gain is None else self.frac(gain),
                 basis=basis,
-                reason=text("gain"),
+                reason=_SLOWEST if is_less else text("gain"),
                 memory_bytes=memory_bytes,
                 what_if=text("what_if") or None,
             )

@@ -116,7 +116,10 @@ def _garbage(book: Book) -> None:
 
 
 def _allocation(book: Book) -> None:
-    """Enter calls that get memory from the device, past the caching allocator; in few steps it only grows."""
+    """Enter calls that get memory from the device, past the caching allocator; in few steps it only grows.
+
+    One step alone cannot tell: a first one gets all of its memory.
+    """
     mine = book.take("allocation")
     if not mine:
         return
@@ -130,7 +133,7 @@ def _allocation(book: Book) -> None:
         "allocator_stalls",
         {"calls_per_step": count},
         rank=ranks[0] if len(ranks) == 1 and not every else None,
-        calm=len({(one.rank, one.step) for one in own}) < _OFTEN * steps,
+        calm=steps <= len(ranks) or len({(one.rank, one.step) for one in own}) < _OFTEN * steps,
         whose="The host gets" if every else f"On {numbered('rank', ranks)} the host gets",
         often=_often(count),
         with_others="" if len(own) == len(mine) else "; with the other ranks' waiting",

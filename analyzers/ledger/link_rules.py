@@ -67,7 +67,7 @@ def _without_nvlink(book: Book) -> None:
         for row in book.analysis.bandwidth
         if row.waits_known
         and row.payload_bytes >= _LARGE_BYTES
-        and row.busbw_bytes_per_s is not None
+        and row.busbw_bytes_per_s  # none between ranks where a group has one
         and row.process_group in inside - across
     ]
     if not rows or not names or not all(_NVLINK.search(name) for name in names):

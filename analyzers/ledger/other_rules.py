@@ -9,7 +9,7 @@ from math import prod
 from fsdp2prof.analyzers.findings import fill, wordings
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
-from fsdp2prof.units import dtype_bytes
+from fsdp2prof.units import dtype_bytes, plural
 from fsdp2prof.vocabulary import op_label
 
 _MOST_OF_MODEL = 0.5
@@ -55,8 +55,12 @@ def _is_of_a_save(charge: Charge) -> bool:
 
 
 def _enter_checkpoint(book: Book, key: str, mine: list[Charge]) -> None:
+    """Enter a checkpoint; one in a single step of several may be one of every few hundred."""
     site = book.main_site(mine)
-    book.enter(mine, key, {"site": site}, known=site)
+    traced = {step.step for rank in book.analysis.ranks for step in rank.steps}
+    saved = {one.step for one in mine if one.ns}
+    often = "every step" if saved == traced else f"{len(saved)} of {plural(len(traced), 'traced step')}"
+    book.enter(mine, key, {"site": site}, known=site, calm=len(saved) == 1 < len(traced), often=often)
 
 
 def _unlabelled(book: Book) -> bool:

@@ -323,7 +323,8 @@ def _verdict(
     else:
         groups = evidence.first.param_groups
         does = "replicated" if groups and all(one.shard_world_size < 2 for one in groups) else "sharded"
-        head = f"{plural(parameters, 'parameter')} are {does} over {ranks} as their meshes define."
+        are = "is" if parameters == 1 else "are"
+        head = f"{plural(parameters, 'parameter')} {are} {does} over {ranks} as their meshes define."
         if findings:
             head += f" {plural(len(findings), 'finding')} to look at."
     unchecked = [row.name for row in checks if row.state == "unknown"]

@@ -258,7 +258,8 @@ def _unless(evidence: RunEvidence, severity: Severity) -> str:
     if evidence.info.wrappers:
         return f", unless {listed(evidence.info.wrappers)} reduces them"
     if not evidence.own_all_reduces:
-        return ", unless the script reduces them, which a trace would show (record with --active 1 or more)"
+        shown = "which a trace would show (record with --active 1 or more)"
+        return f", unless the script reduces them, {shown}, or every rank has experts of its own"
     return ", unless the script's own all-reduces carry them"
 
 

@@ -166,11 +166,16 @@ def _differing_variables(environments: Mapping[int, Mapping[str, str]]) -> Itera
         yield finding("variables_differ", {"variables": differing})
 
 
-def all_reduces_of(trace: TraceAnalysis) -> list[list[int]]:
-    """Return elements of the first rank's all-reduces without a layer, by step; of alike ones their mean."""
+def all_reduces_of(trace: TraceAnalysis) -> list[list[int]] | None:
+    """Return elements of the first rank's all-reduces without a layer, by step; of alike ones their mean.
+
+    None where ranks exchange tokens by all-to-alls: gradients of experts are whole without an all-reduce.
+    """
     if not trace.ranks:
         return []
     first = trace.ranks[0]
+    if any(row.rank == first.rank and row.op == "all_to_all" for row in trace.groups):
+        return None
     steps: dict[int, list[int]] = {step.step: [] for step in first.steps}
     for row in trace.groups:
         own = row.rank == first.rank and row.op == "all_reduce" and row.fqn is None

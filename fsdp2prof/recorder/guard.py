@@ -18,12 +18,14 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
+from inspect import getargvalues
 from io import UnsupportedOperation
+from itertools import pairwise
 from pathlib import Path
-from types import CodeType
+from types import FrameType
 from typing import Any, Literal, TypeAlias
 
 from torch._compile import _disable_dynamo
@@ -91,7 +93,6 @@ class Guard:
         self._file: Path | None = None
         self._step: Callable[[], int] = lambda: -1
         self._local = threading.local()
-        self._handlers: list[Any] = []
         self._early: list[str] = []
         self._is_removed = False
 
@@ -144,7 +145,7 @@ class Guard:
         except _OF_THE_TRAINING:
             raise
         except BaseException as error:
-            if self._is_of_a_handler(error):
+            if any(_is_of_a_handler(frame) for frame, _ in traceback.walk_tb(error.__traceback__)):
                 raise
             self.fail(part, error)
             return None
@@ -238,7 +239,6 @@ class Guard:
             self.when_idle(lambda: serve(received, frame, again))
 
         previous: Any = signal.signal(number, handler)
-        self._handlers.append(previous)
         return handler
 
     def when_idle(self, action: Callable[[], None]) -> None:
@@ -315,21 +315,21 @@ class Guard:
             self._local.postponed = None
             postponed()
 
-    def _is_of_a_handler(self, error: BaseException) -> bool:
-        """Whether a signal handler of the training's raised it, which ran while we did: a timeout, say."""
-        handlers = [*self._handlers, *map(signal.getsignal, signal.valid_signals())]
-        codes = {code for one in handlers if isinstance(code := getattr(one, "__code__", None), CodeType)}
-        codes = {code for code in codes if code.co_filename != __file__}
-        return bool(codes) and any(code in codes for code in _codes(error))
-
 
 guard = Guard()
 """Of this process."""
 
 
-def _codes(error: BaseException) -> Iterator[CodeType]:
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        yield frame.f_code
+def _is_of_a_handler(frame: FrameType) -> bool:
+    """Whether a frame is a signal handler's: its caller is the frame that it was given, after the number.
+
+    What it raises while the recorder runs is the training's: a timeout, say.
+    """
+    arguments, interrupted = getargvalues(frame), frame.f_back
+    given = [arguments.locals.get(name) for name in arguments.args]
+    given += arguments.locals.get(arguments.varargs or "", ())
+    pairs = pairwise(given) if interrupted is not None else ()
+    return any(type(number) is int and second is interrupted for number, second in pairs)
 
 
 def _append(file: Path, text: str) -> None:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +108,32 @@ def test_exceptions_of_the_training_pass(guard: Guard) -> None:
         guard.run("trace", exit)
 
 
-def test_a_timeout_of_the_training_that_hits_the_recorder_is_the_trainings(guard: Guard) -> None:
-    class TooSlow(Exception):
-        pass
+class TooSlow(Exception):
+    """A training's own timeout."""
 
-    def late(number: int, frame: object) -> None:
+
+class Alarm:
+    """Handlers that raise it."""
+
+    def __call__(self, *_: object) -> None:
         raise TooSlow
 
-    previous = signal.signal(signal.SIGALRM, late)
+    def late(self, number: int, frame: object) -> None:
+        raise TooSlow
+
+    def named(self, name: str, number: int, frame: object) -> None:
+        raise TooSlow(name)
+
+    def once(self, number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        self.late(number, None)
+
+
+@pytest.mark.parametrize("handler", [Alarm().late, Alarm(), partial(Alarm().named, "a batch"), Alarm().once])
+def test_a_timeout_of_the_training_that_hits_the_recorder_is_the_trainings(
+    guard: Guard, handler: Callable[..., None]
+) -> None:
+    previous = signal.signal(signal.SIGALRM, handler)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.02)
         with pytest.raises(TooSlow):

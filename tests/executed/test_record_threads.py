@@ -14,6 +14,7 @@ import torch
 from support.snapshots import Training
 from torch.profiler import record_function
 
+from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.analyzers.memory.prepared import prepare
 from fsdp2prof.analyzers.memory.remedies import in_loss
 from fsdp2prof.recorder.memory.history import CudaMemoryCapture
@@ -104,7 +105,8 @@ def test_what_backward_allocates_is_not_the_last_steps(monkeypatch, tmp_path):
     capture.finish()
     assert torch.autograd._engine_run_backward is engine
 
-    view = prepare(machine.history.read(tmp_path), None)
+    recording = machine.history.read(tmp_path)
+    view = prepare(recording, None)
     rows = view.allocations
     told = dict(
         zip(rows.size.tolist(), zip(rows.phase.to_list(), rows.category.to_list(), strict=True), strict=True)
@@ -116,6 +118,8 @@ def test_what_backward_allocates_is_not_the_last_steps(monkeypatch, tmp_path):
     assert rows.step[rows.size == LOGITS + 1].tolist() == [5, 5, 6, 6]
     assert rows.category.take(rows.size == INPUT).to_list() == ["input"] * 4
     assert in_loss(rows, view.recording.stacks)[rows.size == LOGITS + 1].all()
+    found = {one.id: one.evidence for one in analyze_memory([(0, recording, None)]).findings}
+    assert found["logits_in_loss"] == {"bytes": LOGITS + 1, "blocks": 1, "ranks": [0]}
 
 
 def test_a_backward_inside_another_leaves_the_place_as_it_is(monkeypatch, tmp_path):

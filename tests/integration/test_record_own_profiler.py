@@ -139,7 +139,8 @@ def test_its_trace_stands_for_ours_where_it_leaves_no_gap(compare):
     assert (manifest.state, manifest.traced_steps, manifest.memory_steps) == ("partial", [1, 2, 3], [])
     assert manifest.messages[0] == (
         "the training's own profiler left no gap; trace.json.gz is the first trace that it wrote, "
-        "steps 1, 2, 3; no gap for the memory recording either"
+        "steps 1, 2, 3; no gap for the memory recording either; "
+        "it slows every step that it covers: remove it after use"
     )
     kinds = [step.kind for step in manifest.steps]
     assert "plain" not in kinds, "no duration of a step with a profiler in it counts as undisturbed"
@@ -181,7 +182,8 @@ def test_a_profiler_inside_every_forward(compare, tmp_path):
     assert (manifest.state, manifest.traced_steps, manifest.memory_steps) == ("partial", [], [])
     assert manifest.messages[0] == (
         "the training's own profiler left no gap; trace.json.gz is the first trace that it wrote; "
-        "no gap for the memory recording either"
+        "no gap for the memory recording either; "
+        "it slows every step that it covers: remove it after use"
     )
     assert (tmp_path / "run" / "rank-00000" / "trace.json.gz").exists()
 
@@ -197,7 +199,8 @@ def test_one_that_writes_no_trace(compare):
     assert (manifest.state, manifest.traced_steps, manifest.memory_steps) == ("partial", [], [])
     assert manifest.messages[0] == (
         "the training's own profiler left no gap and wrote no Chrome trace to use instead; "
-        "no gap for the memory recording either"
+        "no gap for the memory recording either; "
+        "it slows every step that it covers: remove it after use"
     )
 
 

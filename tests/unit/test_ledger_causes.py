@@ -125,6 +125,20 @@ def test_everything_at_a_line_that_saves_is_one_cause(site: str, saves: bool) ->
         assert (entries[0].ns, entries[0].evidence["site"]) == (12 * MS, site)
 
 
+@pytest.mark.parametrize(("steps", "is_told"), [(1, False), (2, True)])
+def test_a_checkpoint_in_one_step_of_several_may_be_one_of_every_few_hundred(
+    steps: int, is_told: bool
+) -> None:
+    site = "train.py:64 (save_checkpoint)"
+    numbers = [one.step for one in trace_analysis().ranks[0].steps]
+    found = [{"cause": "host_pause", "ns": 20 * MS, "site": site, "step": step} for step in numbers[:steps]]
+    ledger = ledger_of(found)
+    (entry,) = [one for one in ledger.entries if one.id == "checkpoint_in_step"]
+    assert entry.told is is_told
+    often = "every step" if steps == len(numbers) else f"{steps} of {len(numbers)} traced steps"
+    assert entry.said.startswith(f"A checkpoint is saved at {site} in {often}: ")
+
+
 def test_a_synchronisation_names_its_line_and_takes_its_copies_along() -> None:
     line = "train.py:9 (log)"
     sync = HostSyncRow(
@@ -478,3 +492,17 @@ def test_barriers_are_no_usual_collectives(count: int, named: bool) -> None:
     own = {"cause": "communication", "ns": 5 * MS, "op": "all_gather", "count": 40}
     found = told(ledger_of([barriers, own], [sharded()], device="cpu"))
     assert [one.id for one in found] == ["barrier_outside_fsdp"] * named
+
+
+@pytest.mark.parametrize(
+    ("other_ms", "why"), [(10, "all of this idle time"), (5, "the rank that gains least")]
+)
+def test_a_gain_says_when_it_is_that_of_the_rank_that_gains_least(other_ms: int, why: str) -> None:
+    """The device of rank 0 idles 10 ms a step for its host, that of rank 1 as long or half as long."""
+    ledger = ledger_of(
+        [{"cause": "host", "rank": rank, "ns": ms * MS} for rank, ms in ((0, 10), (1, other_ms))]
+    )
+    (first,) = told(ledger)
+    assert first.remedy is not None
+    assert first.remedy.gain_ns == other_ms * MS
+    assert first.remedy.reason.startswith(why)

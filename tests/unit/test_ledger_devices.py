@@ -124,6 +124,8 @@ def test_an_allocator_that_frees_in_every_step_is_named_and_one_that_grows_once_
     entry = entries(found)["allocator_stalls"]
     assert entry.ns == pytest.approx(20 * MS, rel=0.1)
     assert told(analysed(tmp_path / "none", training(), training())) == []
+    first = replace(stalls, steps=1)
+    assert "allocator_stalls" not in told(analysed(tmp_path / "first", first, first))
 
 
 def test_waiting_for_a_rank_that_compiles_is_charged_to_its_compiling(tmp_path: Path) -> None:

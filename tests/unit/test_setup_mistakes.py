@@ -11,6 +11,7 @@ import pytest
 from support.results import trace_analysis
 from support.sharded_groups import sharded_group
 
+from fsdp2prof.analyzers.sharding import check
 from fsdp2prof.analyzers.sharding.check import check_run, check_structure
 from fsdp2prof.analyzers.sharding.mistakes import find_mistakes
 from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence, all_reduces_of
@@ -225,6 +226,18 @@ def test_a_run_without_any_rank_fails() -> None:
     assert [one.id for one in checked.findings] == ["nothing_sharded"]
 
 
+@pytest.mark.parametrize(
+    ("count", "begins"),
+    [(1, "1 parameter is sharded over 1 rank"), (2, "2 parameters are sharded over 1 rank")],
+)
+def test_a_verdict_counts_parameters(count: int, begins: str) -> None:
+    group = alone(0)
+    group.parameters = group.parameters[:count]
+    evidence = RunEvidence(RunInfo(world_size=1), {0: RankManifest(world_size=1, param_groups=[group])})
+    (said,) = check._verdict(evidence, [], [], [])
+    assert said.startswith(begins)
+
+
 def test_all_reduces_of_the_script_are_counted_by_step() -> None:
     """Two of two float32 in the first step of rank 0; those of layers and other ranks are left out."""
     analysis = trace_analysis()
@@ -235,6 +248,8 @@ def test_all_reduces_of_the_script_are_counted_by_step() -> None:
     rows = [replace(one, fqn=None), one, replace(one, fqn=None, rank=1)]
     found = all_reduces_of(replace(analysis, groups=rows))
     assert found == [[2, 2], *[[]] * (len(analysis.ranks[0].steps) - 1)]
+    exchanged = [*rows, replace(one, fqn=None, op="all_to_all")]
+    assert all_reduces_of(replace(analysis, groups=exchanged)) is None, "experts need no all-reduce"
 
 
 @pytest.mark.parametrize(

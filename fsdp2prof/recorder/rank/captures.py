@@ -426,7 +426,8 @@ class Captures:
                 if memory
                 else "; no gap for the memory recording either"
             )
-        return f"the training's own profiler {outcome}"
+        slows = "" if self._traced else "; it slows every step that it covers: remove it after use"
+        return f"the training's own profiler {outcome}{slows}"
 
     def _measure_step(self) -> None:
         """Measure the trace of the step that has ended, and say how many such steps fit."""
