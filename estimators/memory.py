@@ -40,11 +40,7 @@ from fsdp2prof.estimators.verdict.memory_fit import (
     room_on,
     verdict,
 )
-from fsdp2prof.estimators.verdict.memory_notes import (
-    assumptions,
-    check_modelled,
-    outside_allocator_bytes,
-)
+from fsdp2prof.estimators.verdict.memory_notes import assumptions, outside_allocator_bytes
 from fsdp2prof.estimators.verdict.memory_range import MeasuredPeaks, as_measured, unknowns, widest_first
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
 from fsdp2prof.results.estimate import EstimatedModel, MemoryEstimate, PredictedPeak, PredictedStep, Unknown
@@ -93,7 +89,6 @@ def predict_memory(
 
     ``measured`` peaks, of this run or of others, take the place of the range.
     """
-    check_modelled(mesh, policy)
     built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     check_parallelism(built, mesh, policy)
     part = part_of(built, mesh, policy)

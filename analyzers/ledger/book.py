@@ -152,6 +152,15 @@ class Book:
         for charge in charges:
             self._pool[charge.cause].append(charge)
 
+    @cached_property
+    def traced(self) -> set[int]:
+        """Steps of the analysis."""
+        return {step.step for rank in self.analysis.ranks for step in rank.steps}
+
+    def is_seen_once(self, charges: Iterable[Charge]) -> bool:
+        """Whether one step of several has some charges: they may come every few hundred steps."""
+        return len({one.step for one in charges if one.ns}) == 1 < len(self.traced)
+
     @staticmethod
     def main_site(charges: Iterable[Charge]) -> str | None:
         """Return the Python line with most of some charges."""

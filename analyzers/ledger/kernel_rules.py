@@ -12,11 +12,13 @@ from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
 _SINGLE = re.compile(r"sgemm|simt_\w*gemm|gemm_f32f32_f32f32_f32")
 """Names of matrix products in float32 that run beside the tensor cores (cuBLAS, CUTLASS)."""
 _UNFUSED = re.compile(
-    r"elementwise_kernel|^reduce_kernel|(?:layer|rms|batch|group)_?norm|soft_?max|CatArrayBatchedCopy|dropout_kernel|"
-    r"GammaBeta",
+    r"elementwise_kernel|\breduce_kernel|\b(?:vectorized_layer_norm|layer_norm_grad|batch_norm_|group_norm_)|"
+    r"(?:Layer|Group)Norm(?:Forward|Backward|1d)|RowwiseMoments|GammaBetaBackward|\b(?:softmax_warp|cunn_\w*soft_?max)|"
+    r"CatArrayBatchedCopy|dropout_kernel",
     re.IGNORECASE,
 )
-"""Names of torch's own kernels that read and write whole tensors and compute next to nothing."""
+"""Names of torch's own kernels that read and write whole tensors and compute next to nothing; those of other
+libraries (Liger, Apex, Transformer Engine) are fused."""
 _FUSED = re.compile(r"^triton_|flash|fmha|gemm", re.IGNORECASE)
 _MUCH, _MOST = 0.3, 0.5
 """Part of compute from which on products without tensor cores, or memory-bound kernels, are named."""

@@ -55,12 +55,10 @@ def _is_of_a_save(charge: Charge) -> bool:
 
 
 def _enter_checkpoint(book: Book, key: str, mine: list[Charge]) -> None:
-    """Enter a checkpoint; one in a single step of several may be one of every few hundred."""
-    site = book.main_site(mine)
-    traced = {step.step for rank in book.analysis.ranks for step in rank.steps}
+    site, traced = book.main_site(mine), book.traced
     saved = {one.step for one in mine if one.ns}
     often = "every step" if saved == traced else f"{len(saved)} of {plural(len(traced), 'traced step')}"
-    book.enter(mine, key, {"site": site}, known=site, calm=len(saved) == 1 < len(traced), often=often)
+    book.enter(mine, key, {"site": site}, known=site, calm=book.is_seen_once(mine), often=often)
 
 
 def _unlabelled(book: Book) -> bool:
@@ -187,6 +185,7 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
         "outside_fsdp",
         {"per_step": count, "phases": where, "site": site},
         remedy=not by_optimizer and not usual,
+        calm=book.is_seen_once(mine),
         known=site,
         kind=kind,
         called=called,

@@ -328,7 +328,6 @@ def _take_turns(book: Book, late: LateRanks | None) -> None:
 
 def _few_steps(book: Book, waits: Sequence[Charge]) -> list[int]:
     """Return the steps with nearly all of some waits, if they are less than half of the steps."""
-    steps = {step.step for rank in book.analysis.ranks for step in rank.steps}
     spent: Counter[int] = Counter()
     for one in waits:
         spent[one.step] += one.ns
@@ -337,7 +336,7 @@ def _few_steps(book: Book, waits: Sequence[Charge]) -> list[int]:
         most.append(step)
         if sum(spent[one] for one in most) >= _NEARLY_ALL * spent.total():
             break
-    return sorted(most) if 2 * len(most) < len(steps) else []
+    return sorted(most) if 2 * len(most) < len(book.traced) else []
 
 
 def _facts(late: LateRanks) -> dict[str, EvidenceValue]:

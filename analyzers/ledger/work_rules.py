@@ -28,13 +28,14 @@ def _evaluation(book: Book) -> None:
     forwards = sum(one.count for one in mine if one.op is None)
     windows = {(one.rank, one.step) for one in mine if one.op is None and one.count}
     steps = {step for _, step in windows}
-    traced = {one.step for rank in book.analysis.ranks for one in rank.steps}
     lines: Counter[str] = Counter()
     for one in mine:
         lines[one.site or ""] += one.count if one.op is None else 0
     site = max(filter(None, lines), key=lambda line: lines[line], default=None)
     each = forwards / max(1, len(windows))
-    often = "every step" if steps == traced else f"{len(steps)} of {plural(len(traced), 'traced step')}"
+    often = (
+        "every step" if steps == book.traced else f"{len(steps)} of {plural(len(book.traced), 'traced step')}"
+    )
     one_alone = round(each, 2) == 1
     generating = site is not None and "generat" in site
     book.enter(

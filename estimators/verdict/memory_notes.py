@@ -1,11 +1,10 @@
-"""What a memory estimate refuses, what it assumes, and what it cannot count."""
+"""What a memory estimate assumes, and what it cannot count."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
@@ -41,12 +40,6 @@ _NORM = {
     "composed": "as separate operators in fp32",
     "fused": "as one kernel, which keeps its input and one number a row",
 }
-
-
-def check_modelled(mesh: MeshSpec, policy: PolicySpec) -> None:
-    """Raise ``ModelError`` for what cannot be executed."""
-    if policy.float8 == "mxfp8" and mesh.tp > 1:
-        raise ModelError("float8: mxfp8 under tensor parallelism is not modelled: leave tp=1")
 
 
 def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> OutsideAllocator:

@@ -485,6 +485,21 @@ def test_a_thread_that_computes_more_than_the_training_holds_it_up_after_collect
     assert [(one.id, one.ns) for one in found] == ([("starved_host", 12 * MS)] if named else [])
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_collectives_of_one_step_of_several_may_be_those_of_every_few_hundred(steps: int) -> None:
+    numbers = [one.step for one in trace_analysis().ranks[0].steps]
+    gathered = {
+        "cause": "other_communication",
+        "ns": 8 * MS,
+        "op": "all_gather",
+        "count": 9,
+        "bytes": 9 << 20,
+    }
+    ledger = ledger_of([gathered | {"step": step} for step in numbers[:steps]], [sharded()])
+    (entry,) = [one for one in ledger.entries if one.id == "all_gather_outside_fsdp"]
+    assert entry.told is (steps == len(numbers))
+
+
 @pytest.mark.parametrize(("count", "named"), [(21, True), (2, False)])
 def test_barriers_are_no_usual_collectives(count: int, named: bool) -> None:
     """Fewer than FSDP's own on a CPU, where as many small all-reduces are what a training needs."""

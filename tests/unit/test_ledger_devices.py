@@ -82,7 +82,11 @@ def test_faster_kernels_gain_nothing_where_the_host_is_the_limit(tmp_path: Path)
         ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>(int)", True),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)", True),
         ("void (anonymous namespace)::softmax_warp_forward<float, float, float, 8, false>(float*)", True),
+        ("void at::native::(anonymous namespace)::layer_norm_grad_input_kernel<float, float>(int)", True),
         ("triton_red_fused__softmax_native_layer_norm_0", False),
+        ("_rms_norm_forward_kernel", False),
+        ("_layer_norm_fwd_1pass_kernel", False),
+        ("void cuApplyLayerNorm<float, float, float>(float*)", False),
         ("void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64>>(Flash_fwd_params)", False),
     ],
 )

@@ -55,6 +55,7 @@ def test_a_switch_is_refused_either_way(flag: str) -> None:
             {"float8": "tensorwise", "fp8_all_gather": True, "reshard": 4},
             "is not supported by FSDP2 with float8 all-gather",
         ),
+        ("dp_shard=4,tp=2", {"float8": "mxfp8"}, "mxfp8 under tensor parallelism is not modelled"),
     ],
 )
 def test_what_options_alone_decide_is_refused_before_torch_is_loaded(mesh, policy, message):

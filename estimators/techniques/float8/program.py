@@ -45,7 +45,9 @@ class Float8Training(Technique):
     """
 
     def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
-        """Refuse resharding to a number of ranks, which torchao's tensors do not allow."""
+        """Refuse MXFP8 in divided layers, and torchao's tensors where a number of ranks is resharded to."""
+        if policy.float8 == "mxfp8" and mesh.tp > 1:
+            raise ModelError("float8: mxfp8 under tensor parallelism is not modelled: leave tp=1")
         if policy.fp8_all_gather and any(isinstance(value, int) for value in values_of(policy.reshard)):
             raise ModelError("reshard to a number of ranks is not supported by FSDP2 with float8 all-gather")
 
