@@ -172,7 +172,7 @@ def _peak(analysis: MemoryAnalysis) -> list[Section]:
         c.category(),
         c.size("bytes"),
         c.percent("frac"),
-        c.name("layer", "most of it in", of=lambda row: _fullest(peak, row.category)),
+        c.name("layer", "largest holder", of=lambda row: _fullest(peak, row.category)),
         c.size("layer_bytes", "bytes", of=lambda row: _bytes_of_fullest(peak, row.category)),
     ]
     where = f"in {peak.phase}" if peak.fqn is None else f"in {peak.phase} of {peak.fqn or 'the root'}"
