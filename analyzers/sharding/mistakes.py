@@ -91,7 +91,7 @@ def _forgotten_blocks(evidence: RunEvidence) -> Iterator[Finding]:
         for one in group.parameters:
             block = block_of(one.fqn)
             blocks, _, number = block.rpartition(".")
-            if number.isdecimal():
+            if blocks and number.isdecimal():  # a Sequential at the root holds layers of all kinds
                 size = group.shard_world_size * prod(one.padded_local_shape) * _item(one.dtype)
                 (wrapped if group.fqn else left)[group.root, blocks][block] += size
     for (root, blocks), inside in left.items():

@@ -287,7 +287,6 @@ def test_groups_are_fsdps_own():
         ("dp_shard=2,cp=2", {"lora": "r=4,targets=w1"}, "lora: with cp modelled for adapters at queries"),
         ("dp_shard=2,cp=2", {"trainable": "norm"}, "trainable: with cp modelled for adapters at queries"),
         ("dp_shard=2,tp=2", {"loss": "chunked-blocks:8"}, "prime-rl's fused head needs the whole head"),
-        ("dp_shard=2,tp=2", {"loss": "chunked-backward:8"}, "divides by sequence is not modelled"),
         ("dp_shard=2,tp=2", {"loss": "chunked:8", "loss_parallel": False}, "over gathered logits is not"),
         ("pp=2", {"reshard": "never", "pp_stage": 2}, "2 is not one of the 2 pipeline stages"),
         ("dp_shard=4,tp=2", {"reshard": 2}, "not supported by FSDP2 with tensor parallelism"),

@@ -276,7 +276,7 @@ def test_an_exchange_between_nodes_fills_every_ranks_own_share() -> None:
 @pytest.mark.parametrize(
     ("mesh", "reason"),
     [
-        (MeshSpec(dp_shard=1, tp=4, ep=8), "ep=8 does not divide the 4 ranks of dp_shard x cp x tp"),
+        (MeshSpec(dp_shard=2, tp=2, ep=8), "ep=8 does not divide the 4 ranks of dp_shard x cp x tp"),
         (MeshSpec(dp_shard=2, tp=2), "tp=2 cuts the 24 of an expert of tiny-experts into parts"),
         (MeshSpec(dp_shard=2, tp=4, ep=4), "tp=4 does not divide the 2 kv_heads"),
     ],

@@ -200,6 +200,13 @@ def test_a_block_that_is_not_wrapped_as_its_siblings_are(rows: int, wrapped: int
     assert [one.evidence["blocks"] for one in told] == ([named] if named else [])
 
 
+def test_the_last_layer_of_a_sequential_may_stay_in_the_root() -> None:
+    layers = [sharded_group(str(index), [8, 8], ranks=2, rows=4) for index in range(3)]
+    root = sharded_group("", [8, 8], ranks=2, rows=4)
+    root.parameters = [msgspec.structs.replace(root.parameters[0], fqn="3.weight")]
+    assert "blocks_not_wrapped" not in found([root, *layers])
+
+
 @pytest.mark.parametrize(
     ("syncs", "reshards", "named"), [(0, 2, True), (1, 2, False), (None, 2, False), (0, 0, False)]
 )
