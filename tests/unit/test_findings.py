@@ -403,8 +403,9 @@ def test_collectives_that_are_not_fsdps_are_told_apart() -> None:
     analysis = trace_analysis()
     ranks = [replace(rank, device_type="cuda") for rank in analysis.ranks]
     gathered = [
-        replace(analysis.groups[0], rank=one.rank, fqn=None, phase="other", exposed_ns=20 * MS)
+        replace(analysis.groups[0], rank=one.rank, step=step, fqn=None, phase="other", exposed_ns=20 * MS)
         for one in ranks
+        for step in (3, 4)
     ]
     analysis = replace(analysis, ranks=ranks, groups=[*analysis.groups, *gathered], findings=[])
     (found,) = [finding for finding in find(analysis) if finding.id == "all_gather_outside_fsdp"]
@@ -415,13 +416,13 @@ def test_collectives_that_are_not_fsdps_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("counts", "said"),
     [
-        ({3: 63}, "63 all-gathers in 1 of 2 steps are"),
+        ({3: 63}, None),
         ({3: 4, 4: 4}, "4 all-gathers a step are"),
         ({3: 4, 4: 8}, "4 to 8 all-gathers a step are"),
     ],
 )
-def test_collectives_of_some_steps_are_counted_in_those(counts: dict[int, int], said: str) -> None:
-    """Two ranks with steps 3 and 4 issue them."""
+def test_collectives_of_some_steps_are_counted_in_those(counts: dict[int, int], said: str | None) -> None:
+    """Two ranks with steps 3 and 4 issue them; what one step alone issues may be rare."""
     analysis = trace_analysis()
     row = replace(analysis.groups[0], fqn=None, phase="other", exposed_ns=20 * MS)
     ranks = [replace(rank, device_type="cuda") for rank in analysis.ranks]
@@ -429,8 +430,8 @@ def test_collectives_of_some_steps_are_counted_in_those(counts: dict[int, int], 
         replace(row, rank=one.rank, step=step, count=count) for one in ranks for step, count in counts.items()
     ]
     found = find(replace(analysis, ranks=ranks, groups=[*analysis.groups, *rows], findings=[]))
-    (message,) = [one.message for one in found if one.id == "all_gather_outside_fsdp"]
-    assert message.startswith(said)
+    messages = [one.message for one in found if one.id == "all_gather_outside_fsdp"]
+    assert [one.partition(" issued")[0] for one in messages] == ([said] if said else [])
 
 
 def manifest(rows: int, ranks: int) -> RankManifest:
