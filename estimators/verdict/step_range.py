@@ -252,6 +252,7 @@ def assumptions_of(
         *_of_costs(mesh, policy, costs),
         *([] if isinstance(costs, PlacedCosts) else _not_modelled(mesh, policy, program, kind)),
         *_of_compiler(policy, program.guessed_fusion),
+        *notes_of("step", mesh, policy),
     ]
 
 
@@ -335,4 +336,4 @@ def _of_costs(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[s
             f"{CAPTURED_MICRO_BATCHES} of {policy.grad_accum} micro-batches captured and simulated: the "
             "others repeat the middle one"
         )
-    return [*notes, *notes_of("step", mesh, policy)]
+    return notes

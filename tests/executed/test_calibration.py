@@ -17,6 +17,7 @@ from fsdp2prof.analyzers.whatif.recorded import program_of as recorded_program
 from fsdp2prof.analyzers.whatif.what_if import replay_job
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.cluster import Cluster
+from fsdp2prof.estimators.config.extra_models import ExtraModel, ExtraModels
 from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
@@ -53,6 +54,13 @@ def test_what_was_measured_wins_over_what_is_believed(calibration: Calibration, 
     assert made.step_ns == pytest.approx(true, rel=0.05)
     assert abs(cold / true - 1) > 0.2
     assert any("calibrated on an A100" in line for line in made.assumptions)
+
+
+def test_a_calibrated_step_says_which_other_models_run(calibration: Calibration) -> None:
+    program = program_of(MODEL, MESH, SMALL)
+    policy = replace(SMALL, extra_model=ExtraModels((ExtraModel(source="gpt2"),)))
+    made = simulate_program(program, MODEL, MESH, policy, BELIEVED, calibration).estimate
+    assert any(line.startswith("gpt2 ") and "runs forward only" in line for line in made.assumptions)
 
 
 def test_a_collective_of_another_size_or_group_follows_the_recorded_ones() -> None:

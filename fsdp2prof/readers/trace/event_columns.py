@@ -34,7 +34,7 @@ from fsdp2prof.readers.trace.kineto_schema import Args, Complete, EventKinds, In
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]
 
 _WHOLE_TRACE = "Trace"
-"""Category of the range around everything, which is no event."""
+"""Category of the range that spans the whole trace; it is skipped."""
 
 
 @dataclass(slots=True)
