@@ -48,7 +48,7 @@ def plain_reading(path: Path) -> list[tuple[Any, ...]]:
                 args.get("stream", event["tid"]) if on_device else -1,
                 args.get("correlation", -1),
                 args.get("External id", -1),
-                int(args.get("bytes", -1)),
+                int(args.get("bytes", -1)) if on_device else -1,
             )
         )
     return sorted(rows, key=lambda row: (row[0], -row[1]))
