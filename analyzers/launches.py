@@ -100,8 +100,9 @@ def launch_calls(trace: Trace) -> LaunchTable:
     """Return the launches of a trace whose work the device had done before the recording ended.
 
     Of a capture that ended while the device was busy, launches that were still queued are left out. Copies
-    that never leave a record, such as those a runtime does on the host, do not count as launches. The table
-    is empty where the device's records carry no correlation ids, and for a trace that was not recorded.
+    that never leave a record, such as those a runtime does on the host, and launches into a graph that is
+    being captured do not count as launches. The table is empty where the device's records carry no
+    correlation ids, and for a trace that was not recorded.
     """
     if trace.capture == "made":
         return LaunchTable.empty()
@@ -109,7 +110,8 @@ def launch_calls(trace: Trace) -> LaunchTable:
     correlated = events.correlation >= 0
     calls = runtime_calls(events)
     calls = calls[correlated[calls]]
-    calls = calls[events.name.take(calls).matches(backends.is_launch)]
+    captured = _captured(events, calls)
+    calls = calls[events.name.take(calls).matches(backends.is_launch) & ~captured]
     on_device = events.category.matches(backends.is_work)
     records = np.flatnonzero(on_device & correlated)
     if not len(records) and on_device.any():
@@ -128,6 +130,20 @@ def launch_calls(trace: Trace) -> LaunchTable:
         has_record=has_record[counts],
         in_collective=intervals.containing(*issues, start) >= 0,
     )
+
+
+def _captured(events: EventTable, calls: IntArray) -> BoolArray:
+    """Mask of the calls that a thread made while it captured a graph."""
+    names, start, thread = events.name.take(calls), events.start_ns[calls], events.thread[calls]
+    edges = np.flatnonzero(
+        names.matches(lambda call: backends.begins_capture(call) or backends.ends_capture(call))
+    )
+    captured = np.zeros(len(calls), dtype=np.bool_)
+    for row, begins, ends in backends.captures(
+        (float(start[i]), int(thread[i]), names[i] or "") for i in edges.tolist()
+    ):
+        captured |= (thread == row) & (start >= begins) & (start < ends)
+    return captured
 
 
 def _leaves_records(names: Strings, has_record: BoolArray) -> BoolArray:

@@ -10,7 +10,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import inf
+from typing import TypeVar
 
+_Thread = TypeVar("_Thread")
 _NEVER = re.compile(r"(?!)")
 
 
@@ -41,7 +44,11 @@ class Backend:
     graph_launches: re.Pattern[str] = _NEVER
     """Calls that launch a whole graph of kernels."""
     launches: re.Pattern[str] = _NEVER
-    """Calls that put a kernel, a graph, a copy or a fill on a stream; each leaves a record of the device."""
+    """Calls that put a kernel, a graph or a copy on a stream; each leaves a record of the device. A fill of
+    zero bytes leaves none, and no call tells its size."""
+    begins_capture: re.Pattern[str] = _NEVER
+    """Calls from which on a thread's launches go into a graph, and not to the device."""
+    ends_capture: re.Pattern[str] = _NEVER
     device_copies: re.Pattern[str]
     """Found in the name of a copy that stays on devices."""
     collective_kernels: re.Pattern[str]
@@ -66,7 +73,9 @@ BACKENDS: tuple[Backend, ...] = (
             r"Mem(?:Alloc|Free|Create|Release|Map|Unmap|SetAccess|Address\w+e)$)(?:Host)?\w*"
         ),
         graph_launches=re.compile(r"cu(?:da)?GraphLaunch\w*"),
-        launches=re.compile(r"cu(?:da)?(?:Launch\w*Kernel\w*|GraphLaunch\w*|Memcpy\w*|Memset\w*)"),
+        launches=re.compile(r"cu(?:da)?(?:Launch\w*Kernel\w*|GraphLaunch\w*|Memcpy\w*)"),
+        begins_capture=re.compile(r"cu(?:da)?StreamBeginCapture\w*"),
+        ends_capture=re.compile(r"cu(?:da)?StreamEndCapture\w*"),
         device_copies=re.compile(r"DtoD|PtoP"),
         collective_kernels=re.compile(r"nccl|msccl", re.IGNORECASE),
         collective_ranges="nccl:",
@@ -84,7 +93,9 @@ BACKENDS: tuple[Backend, ...] = (
             r"Address\w+e)$)(?!\w*Async)\w*"
         ),
         graph_launches=re.compile(r"hipGraphLaunch\w*"),
-        launches=re.compile(r"hip(?:\w*Launch\w*Kernel\w*|GraphLaunch\w*|Memcpy\w*|Memset\w*)"),
+        launches=re.compile(r"hip(?:\w*Launch\w*Kernel\w*|GraphLaunch\w*|Memcpy\w*)"),
+        begins_capture=re.compile(r"hipStreamBeginCapture\w*"),
+        ends_capture=re.compile(r"hipStreamEndCapture\w*"),
         device_copies=re.compile(r"DtoD|PtoP|DeviceToDevice|PeerToPeer"),
         collective_kernels=re.compile(r"rccl|nccl|msccl", re.IGNORECASE),
         collective_ranges="nccl:",
@@ -184,12 +195,32 @@ launches_graph = _of_any(lambda row, call: row.graph_launches.fullmatch(call))
 """Whether one host call launches a whole graph of kernels."""
 is_launch = _of_any(lambda row, call: row.launches.fullmatch(call))
 """Whether a host call puts work on a device that leaves a record of its own."""
+begins_capture = _of_any(lambda row, call: row.begins_capture.fullmatch(call))
+"""Whether a host call turns what its thread launches into a graph, which does not run."""
+ends_capture = _of_any(lambda row, call: row.ends_capture.fullmatch(call))
+"""Whether a host call ends that."""
 stays_on_device = _of_any(lambda row, copy: row.device_copies.search(copy))
 """Whether a copy, by its name, is from device to device: a copy engine can gather, a host cannot."""
 is_collective_kernel = _of_any(lambda row, function: row.collective_kernels.match(function))
 """Whether a kernel is of a kind's library of collectives, by the name of its function alone."""
 is_collective_range = _of_any(lambda row, name: name.startswith(row.collective_ranges))
 """Whether a host range is one that a process group puts around its collectives."""
+
+
+def captures(calls: Iterable[tuple[float, _Thread, str]]) -> list[tuple[_Thread, float, float]]:
+    """Return thread, start and end of each capture of a graph; to infinity where its end is not there.
+
+    ``calls`` are start, thread and name of host calls, in any order. What a thread launches meanwhile does
+    not run, so that it leaves no record.
+    """
+    found: list[tuple[_Thread, float, float]] = []
+    open_since: dict[_Thread, float] = {}
+    for start, thread, name in sorted(calls, key=lambda call: call[0]):
+        if begins_capture(name):
+            open_since.setdefault(thread, start)
+        elif ends_capture(name):
+            found.append((thread, open_since.pop(thread, -inf), start))
+    return found + [(thread, start, inf) for thread, start in open_since.items()]
 
 
 def cuda_names() -> dict[str, str]:

@@ -212,7 +212,7 @@ LEDGER_CAUSES = {
     "host": Word("Python and dispatch", colour="#bab0ac"),
     "host_pause": Word("pauses of the host", colour="#79706e"),
     "script": Word("the script's own work", colour="#86bcb6"),
-    "starved": Word("waiting for a processor", colour="#b07aa1"),
+    "starved": Word("waiting for a CPU core", colour="#b07aa1"),
     "compilation": Word("compiling", colour="#8cd17d"),
     "garbage_collection": Word("garbage collection", colour="#499894"),
     "allocation": Word("getting memory from the device", colour="#d37295"),
@@ -226,6 +226,7 @@ LEDGER_CAUSES = {
 GAIN_BASES = {
     "replay": Word("replayed"),
     "bound": Word("at most"),
+    "estimate": Word("about"),
     "unknown": Word("not known"),
 }
 """How the gain of a remedy was found."""

@@ -66,8 +66,8 @@ def machine_change(before: ProcessorUse | None, after: ProcessorUse | None) -> s
         return None
     return (
         f"the machine was {'busier' if grown[0] > 0 else 'less busy'}: ranks waited {format_frac(waited[1])} "
-        f"of a step for a processor ({format_frac(waited[0])} before), and other programs used "
-        f"{format_frac(others[1])} of the processors ({format_frac(others[0])} before)"
+        f"of a step for a CPU core ({format_frac(waited[0])} before), and other programs used "
+        f"{format_frac(others[1])} of the CPU time ({format_frac(others[0])} before)"
     )
 
 
@@ -217,7 +217,7 @@ def _busy(side: Side) -> list[str]:
         return []
     return [
         f"{side.path}: the host was busy, its ranks waited {format_frac(waited)} of a step for a "
-        "processor; the machine may explain a change of step time"
+        "CPU core; the machine may explain a change of step time"
     ]
 
 

@@ -23,6 +23,8 @@ _OFTEN, _LONG_PAUSE = 0.75, 0.25
 """Part of a rank's steps in which it pauses at one place, or part of a step that one pause takes, from which
 on the pause is the script's own."""
 
+_LINE = re.compile(r"\(\d+\): |:\d+ \(")
+"""In a Python line, as the recorder (``f() in a.py:7 (g)``) or the profiler (``a.py(7): g``) writes it."""
 _RUNS_AUTOGRAD = re.compile(r"Backward\d*$|^backward\(\) in ")
 """Names of autograd's nodes (``MmBackward0``, FSDP2's ``RegisterPostBackwardFunctionBackward``), and a line
 of the script that starts it."""
@@ -164,20 +166,26 @@ def _pauses(book: Book) -> None:
     rank, longest = ranks.most_common(1)[0]
     alone = len(book.analysis.ranks) > 1 and longest >= _NEARLY_ALL * ranks.total()
     waited = len(own) < len(mine)
-    place = f"{where}: Python code, or input and output"
+    place, work = f"{where}: Python code, or input and output", where
+    key, in_script = "straggler/pauses" if alone else "host_pause", site is not None and _LINE.search(site)
     if site:
-        place = f"at {site}" if phase == "other" else f"at {site}, {where}"
+        work = f"at {site}" if in_script else f"in `{site}`"
+        place = work if phase == "other" else f"{work}, {where}"
+    if site and "::" in site and not in_script:
+        key = "host_pause/operator"
+    elif not in_script and book.traced == {0}:
+        key = "host_pause/first_step"
     book.enter(
         mine,
-        "straggler/pauses" if alone else "host_pause",
+        key,
         {"pauses_per_step": count, "phase": phase, "site": site},
         rank=rank if alone else None,
         fqn=fqn,
-        known=site,
+        known=in_script,
         with_others="; with the other ranks' waiting for it" if waited else "",
         and_waiting=" and the waiting for them" if waited else "",
         place=place,
-        work=f"at {site}" if site else where,
+        work=work,
         see="" if site else " Record with --stacks to see the function.",
     )
 

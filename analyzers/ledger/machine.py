@@ -58,7 +58,7 @@ def starved_ranks(manifests: Sequence[RankManifest]) -> dict[int, str]:
             if others
         )
         if part >= _STARVED and more:
-            found[rank] = f"Its training thread waits {format_frac(part)} of a step for a processor."
+            found[rank] = f"Its training thread waits {format_frac(part)} of a step for a CPU core."
     return found
 
 
@@ -109,9 +109,9 @@ def oversubscribed(manifests: Sequence[RankManifest]) -> tuple[str, str]:
     for machines in hosts.values():
         threads = sum(one.torch_threads for one in machines)
         cores = max(one.usable_cores for one in machines)
-        said = f"{threads} threads of the ranks share {plural(cores, 'processor')}"
+        said = f"{threads} threads of the ranks share {plural(cores, 'CPU core')}"
         if threads > cores and max(one.torch_threads for one in machines) > 1:
             return said, "Give each rank fewer threads: OMP_NUM_THREADS, or torch.set_num_threads()."
         if threads > cores and cores < max(one.cores for one in machines):
-            return said, "Let the ranks run on more of their host's processors (taskset, --cpus-per-task)."
+            return said, "Let the ranks run on more of their host's CPU cores (taskset, --cpus-per-task)."
     return "", ""

@@ -7,6 +7,7 @@ from collections import defaultdict
 from math import prod
 
 from fsdp2prof.analyzers.findings import fill, wordings
+from fsdp2prof.analyzers.layers import in_phase
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.units import dtype_bytes, plural
@@ -21,7 +22,15 @@ _SAVES = re.compile(
 )
 """Lines that save: they call such a function, or ``torch.distributed.checkpoint``'s wrapper, or are in one.
 ``torch.utils.checkpoint.checkpoint()`` and functions that train with it do not."""
-_OF_A_SAVE = ("host_pause", "host", "garbage_collection", "other_communication", "sync", "uneven_ranks")
+_OF_A_SAVE = (
+    "compute",
+    "host_pause",
+    "host",
+    "garbage_collection",
+    "other_communication",
+    "sync",
+    "uneven_ranks",
+)
 _SAME_SIZE, _FULL = 0.9, 1 << 10
 """Part of some all-reduces' bytes whose sizes are those of gradients, of this many bytes at least."""
 _USUAL_COUNT, _USUAL_BYTES = 2, 64 << 10
@@ -160,9 +169,11 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     phases: dict[str, int] = defaultdict(int)
     for one in mine:
         phases[one.phase] += one.ns
-    where = ", ".join(sorted(phases, key=lambda phase: -phases[phase]))
+    order = sorted(phases, key=lambda phase: -phases[phase])
+    where = ", ".join(order)
+    said = " and ".join(in_phase(phase) for phase in order)
     site = book.main_site(mine)
-    by = f" by {site}" if site else f" ({where})"
+    by = f" by {site}" if site else f" {said}"
     called = "barrier" if kind == "barrier" else op_label(kind)
     noun = f"{called}{'' if round(count, 2) == 1 else 's'}"
     more = ""

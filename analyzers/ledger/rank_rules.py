@@ -129,7 +129,7 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
         site=site,
         starved=starved,
         busy=crowded or "machine was busy",
-        free=change or f"Free the processors of rank {rank}'s host from other programs.",
+        free=change or f"Free the CPU cores of rank {rank}'s host from other programs.",
     )
 
 

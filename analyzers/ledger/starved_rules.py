@@ -33,7 +33,7 @@ def enter_starved(book: Book) -> None:
     mine = _taken(book, _waited_while_ready(book, ready), ready)
     if any(one.ns for one in mine):
         crowded, change = oversubscribed(book.manifests)
-        more = "; more threads were ready to run than the machine has processors"
+        more = "; more threads were ready to run than the machine has CPU cores"
         book.enter(
             mine,
             "starved_host",

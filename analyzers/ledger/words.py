@@ -23,6 +23,12 @@ _SETTINGS_OF_SPEED = ("reshard", "forward_prefetch", "backward_prefetch", "separ
 """Changes that a script makes without another result."""
 _BUSY = 0.1
 """Fraction of a step that ranks wait for a processor, from which on the host is called busy."""
+_HIDING = 0.3
+"""The same from which on losses that are smaller disappear in it."""
+_UNEXPLAINED = ("queued", "unknown")
+"""Causes that say that time is lost, and not to what."""
+_MUCH = 0.1
+"""Fraction of a step from which such a loss is named."""
 _NAMED = 3
 """Causes that one sentence names."""
 _ROUNDING = 0.005
@@ -41,14 +47,33 @@ def trace_verdict(analysis: TraceAnalysis) -> list[str]:
     ledger, head = analysis.ledger, _headline(analysis.ledger)
     first = next((one for one in ledger.entries if one.told), None)
     if first is None:
-        lines = [_nothing(analysis.what_if), f"{head} {ledger.bound}".strip()]
+        lines = _unexplained(ledger, head) or [
+            _nothing(analysis.what_if, ledger),
+            f"{head} {ledger.bound}".strip(),
+        ]
     else:
         lines = [f"{first.said} {head}", try_first(first, ledger)]
     return [*missing, *lines, *ledger.not_judged][:3]
 
 
-def _nothing(tried: Sequence[WhatIfChange]) -> str:
+def _unexplained(ledger: Ledger, head: str) -> list[str]:
+    """Name the largest loss that this recording does not explain, if it takes much of the step."""
+    lost = [
+        one
+        for one in ledger.entries
+        if one.cause in _UNEXPLAINED or (one.confidence == "low" and one.cause != "tracing")
+    ]
+    worst = max(lost, key=lambda one: one.ns, default=None)
+    if worst is None or worst.frac < _MUCH:
+        return []
+    unknown = "What would give this time back cannot be told from this recording."
+    return [f"{worst.said} {head}", unknown if worst.remedy is None else worst.remedy.change]
+
+
+def _nothing(tried: Sequence[WhatIfChange], ledger: Ledger) -> str:
     """Say that no loss has a remedy, and what a replay of other settings gains, where it was made."""
+    if not ledger.exact:
+        return f"{NOTHING}."
     if not tried:
         return f"{NOTHING}; `fsdp2prof whatif` replays the step with other settings."
     settings = [row for row in tried if row.change.partition("=")[0] in _SETTINGS_OF_SPEED]
@@ -69,7 +94,8 @@ def try_first(entry: LedgerEntry, ledger: Ledger) -> str:
     amount = f"{format_ns(remedy.gain_ns)} ({format_frac(remedy.gain_frac)}) {of_step(ledger)}"
     if remedy.basis == "replay":
         return f"{change} By replay of this recording it saves {amount}."
-    return f"{change} It saves at most {amount}: {remedy.reason}."
+    much = "about" if remedy.basis == "estimate" else "at most"
+    return f"{change} It saves {much} {amount}: {remedy.reason}."
 
 
 def of_step(ledger: Ledger) -> str:
@@ -113,9 +139,10 @@ def not_judged(book: Book) -> list[str]:
     starved = book.frac(sum(charge.ns for cause, charge in book.booked if cause == "starved"))
     own = any(one.told and one.cause == "starved" for one in book.entries)
     if starved >= _BUSY and not own:
+        said = f"The host was busy: ranks waited {format_frac(starved)} of a step for a CPU core."
+        hidden = starved >= _HIDING
         found.append(
-            f"The host was busy: ranks waited {format_frac(starved)} of a step for a processor. Times on a "
-            "quiet machine may differ."
+            f"{said} {'Smaller losses cannot be seen' if hidden else 'Times on a quiet machine may differ'}."
         )
     if not book.on_device:
         found.append(

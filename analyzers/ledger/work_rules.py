@@ -73,7 +73,7 @@ def _offload(book: Book) -> None:
     layers = [(fqn, ns) for fqn, ns in by_layer(mine) if fqn is not None]
     worst = layers[0][0] if layers else None
     copying = sum(one.ns for one in mine if one.op is not None)
-    speed = f" at {size / copying:.1f} GB/s" if size and copying else ""
+    speed = f" at {_rate(size / copying)} GB/s" if size and copying else ""
     amount = (
         f"{format_bytes(size // book.rank_steps)}{speed}" if size else f"{count / book.rank_steps:.3g} copies"
     )
@@ -91,6 +91,10 @@ def _offload(book: Book) -> None:
         amount=amount,
         whose=whose,
     )
+
+
+def _rate(gigabytes: float) -> str:
+    return f"{gigabytes:.1f}" if gigabytes >= 1 else f"{gigabytes:.2g}"
 
 
 def _copies(book: Book) -> None:

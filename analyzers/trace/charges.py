@@ -258,7 +258,7 @@ class _Charging:
                 continue
             _, window, start, end = self._in_windows(part.start, part.end)
             long = np.zeros(len(start), dtype=np.bool_)
-            if cause == "host_bound" and len(start):
+            if cause == "host_bound" and len(start) and self._has_operators:
                 windows = self._tables.windows
                 duration = (windows.end_ns - windows.start_ns)[window]
                 long = end - start >= _PAUSE_FRAC * duration
@@ -296,6 +296,11 @@ class _Charging:
                 )
                 self._add(step, "evaluation", evaluated[one], fqn=layer, phase=when)
         return parts.get("communication", intervals.EMPTY)
+
+    @cached_property
+    def _has_operators(self) -> bool:
+        """Whether the trace holds the host's operators: without them, every gap looks like a pause."""
+        return bool(self._tables.trace.events.category.equals("cpu_op").any())
 
     @cached_property
     def _has_workers(self) -> bool:

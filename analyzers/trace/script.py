@@ -129,19 +129,22 @@ class Script:
     def new_iterators(self) -> list[tuple[int, int, str | None]]:
         """Return step, count and line of the data loaders' iterators that are made in it.
 
-        Each draws a seed for its workers before its first batch; batches alone draw none.
+        Each draws a seed for its workers before its first batch; batches alone draw none. The line is the one
+        seen most until that batch is there.
         """
         tables = self._tables
         events = tables.trace.events
         found: list[tuple[int, str | None]] = []
         loading = loading_rows(tables.trace, tables.phases)
+        loading = loading[np.argsort(tables.trace.labels.start_ns[loading], kind="stable")]
+        asked, got = tables.trace.labels.start_ns[loading], tables.trace.labels.end_ns[loading]
         for rows, place in self._threads if len(loading) else ():
             drawn = events.name.take(rows).equals(_SEED) & is_outside(tables.phases.phase.lookup(place))
             start = events.start_ns[rows[drawn]]
-            line, away = tables.sighted.lines.nearest(start)
-            lines = tables.sighted.lines.line.lookup(np.where(away <= _NEAR_NS, line, -1))
+            batch = np.append(got, 0)[np.searchsorted(asked, start)]
+            lines = tables.sighted.lines.seen(start, np.maximum(batch, start + LOOK_NS))
             at = intervals.containing(tables.analysed.start_ns, tables.analysed.end_ns, start)
-            found += zip(tables.analysed.step[at].tolist(), lines.to_list(), strict=True)
+            found += zip(tables.analysed.step[at].tolist(), lines, strict=True)
         return [(step, count, site) for (step, site), count in Counter(found).items()]
 
     def _before_backward(self, time: IntArray) -> BoolArray:

@@ -7,9 +7,9 @@ from typing import Literal
 
 from fsdp2prof.results.finding import EvidenceValue, Place, Severity
 
-GainBasis = Literal["replay", "bound", "unknown"]
+GainBasis = Literal["replay", "bound", "estimate", "unknown"]
 """How a gain was found: the recording was replayed with the change; it is an upper bound that follows from
-the entry's own time; or nothing says."""
+the entry's own time; a part of that time is taken to be typical; or nothing says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,7 +40,7 @@ def test_findings_of_both_the_most_severe_first_and_what_to_try_of_the_first() -
     memory = replace(memory_analysis(), findings=[finding("m1", "high"), finding("m2", "medium")])
     run = combine(run_summary(), trace, memory)
     assert [one.id for one in run.findings] == ["t1", "t2"], "memory is not tight"
-    assert run.verdict[:2] == ["t1. Do t1.", trace.verdict[1]]
+    assert run.verdict[:2] == ["t1. Do t1.", trace.verdict[0]]
     assert notes(run) == trace.advice
     assert memory.key_figures is not None
     figures = replace(memory.key_figures, device_frac=0.9)
@@ -80,7 +80,7 @@ def test_a_request_that_failed_leads() -> None:
     failed = replace(memory.ranks[0], oom=out_of_memory())
     memory = replace(memory, ranks=[failed], verdict=["It ran out.", "b", "Shard wider."])
     run = combine(run_summary(), trace_analysis(), memory)
-    assert run.verdict == ["It ran out.", trace_analysis().verdict[1], "Shard wider."]
+    assert run.verdict == ["It ran out.", trace_analysis().verdict[0], "Shard wider."]
 
 
 def test_parts_follow_one_another_and_the_run_comes_last() -> None:

@@ -192,6 +192,21 @@ def test_copies_that_never_leave_a_record_are_no_launches() -> None:
     assert len(launch_calls(trace.build())) == 4
 
 
+def test_what_leaves_no_record_when_nothing_is_lost_is_no_launch() -> None:
+    """Fills may be of zero bytes; what is launched into a graph that is being captured does not run."""
+    trace = TraceBuilder()
+    for i in range(4):
+        trace.device("gemm", 100 + i * 10, 105 + i * 10, launch=i * 10)
+    calls = ["cudaMemsetAsync", "cudaStreamBeginCapture", *["cudaLaunchKernel"] * 6, "cudaStreamEndCapture"]
+    for i, name in enumerate(calls):
+        trace.host(name, 50 + i * 2, 51 + i * 2, "cuda_runtime")
+        trace.rows[-1]["correlation"] = 900 + i
+    assert launch_calls(trace.build()).has_record.tolist() == [True] * 4
+    trace.host("cudaLaunchKernel", 80, 81, "cuda_runtime")
+    trace.rows[-1]["correlation"] = 950
+    assert launch_calls(trace.build()).has_record.tolist() == [True] * 4 + [False]
+
+
 def test_counting_in_the_file_equals_counting_in_the_tables(tmp_path: Path) -> None:
     for lost in (_first_20, _after_55, _random_20, _nothing):
         path = spoilt(tmp_path / "trace.json.gz", lost)

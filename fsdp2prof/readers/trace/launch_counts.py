@@ -20,6 +20,8 @@ class _Event(msgspec.Struct, gc=False):
 
     cat: str = ""
     name: str = ""
+    tid: Any = None
+    ts: float = 0.0
     args: _Args | None = None
 
 
@@ -33,7 +35,8 @@ def count_launches(path: Path) -> tuple[int, int]:
     Costs about as much as decoding the file once. Raises ``TraceError`` for a file that cannot be read.
     """
     events, document = msgspec.json.Decoder(list[_Event]), msgspec.json.Decoder(_Document)
-    calls: list[Any] = []
+    calls: list[tuple[Any, float, Any]] = []
+    capturing: list[tuple[float, Any, str]] = []
     records: set[Any] = set()
 
     def count(text: bytes, _: int, is_last: bool) -> None:
@@ -43,8 +46,18 @@ def count_launches(path: Path) -> tuple[int, int]:
                 continue
             if backends.is_work(event.cat):
                 records.add(event.args.correlation)
-            elif backends.is_call(event.cat) and backends.is_launch(event.name):
-                calls.append(event.args.correlation)
+            elif not backends.is_call(event.cat):
+                continue
+            elif backends.is_launch(event.name):
+                calls.append((event.args.correlation, event.ts, event.tid))
+            elif backends.begins_capture(event.name) or backends.ends_capture(event.name):
+                capturing.append((event.ts, event.tid, event.name))
 
     decode_pieces(path, count, [])
-    return len(calls), sum(call not in records for call in calls)
+    graphs = backends.captures(capturing)
+    ran = [
+        correlation
+        for correlation, time, thread in calls
+        if not any(thread == of and begins <= time < ends for of, begins, ends in graphs)
+    ]
+    return len(ran), sum(call not in records for call in ran)

@@ -131,11 +131,25 @@ def _line(frame: FrameType | None) -> str:
         code = one.f_code
         if not _is_library(code.co_filename):
             hook = ", a hook" if _is_of_hook(one) else ""
-            at = f"{_short(code.co_filename)}:{one.f_lineno} ({code.co_name}{hook})"
+            at = f"{_short(code.co_filename)}:{one.f_lineno} ({_function(one)}{hook})"
             called = next((name for name in reversed(inner) if name not in _WRAPPERS), "_")
             return at if called.startswith(("_", "<")) else f"{called}() in {at}"
         inner.append(code.co_name)
     return ""
+
+
+_INNER_SCOPES = frozenset({"<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>"})
+"""Names of code that a function holds and that has none of its own."""
+
+
+def _function(frame: FrameType) -> str:
+    """Name the function of a frame; of an expression's own code, the one in the same file that runs it."""
+    for one in _outwards(frame):
+        if one.f_code.co_filename != frame.f_code.co_filename:
+            break
+        if one.f_code.co_name not in _INNER_SCOPES:
+            return one.f_code.co_name
+    return frame.f_code.co_name
 
 
 def _is_of_hook(frame: FrameType) -> bool:

@@ -68,9 +68,7 @@ def trace_brief(
     analysis: TraceAnalysis, findings: Sequence[Finding], verdict: Sequence[str]
 ) -> list[Section]:
     """Return the short form of a trace analysis, with the findings that the verdict leaves out."""
-    lost, found, layers = causes_section(analysis), _findings(findings, verdict), _layers(analysis)
-    grave = any(finding.severity != "info" for finding in findings)
-    return [*lost, *found, *layers] if grave else [*lost, *layers, *found]
+    return [*causes_section(analysis), *_findings(findings, verdict), *_layers(analysis)]
 
 
 def memory_brief(analysis: MemoryAnalysis, findings: Sequence[Finding]) -> list[Section]:
@@ -109,8 +107,8 @@ def causes_section(analysis: TraceAnalysis, step: str = "traced step") -> list[S
         c.ms("ns", "ms"),
         c.frac("frac", "of the\nstep"),
         c.ms("gain_ns", "gain\nms", of=lambda one: one.remedy and one.remedy.gain_ns),
-        c.word("basis", "gain\nis", GAIN_BASES, of=lambda one: one.remedy and one.remedy.basis),
-        c.word("confidence", "cause\nis", CONFIDENCES),
+        c.word("basis", "gain\nbasis", GAIN_BASES, of=lambda one: one.remedy and one.remedy.basis),
+        c.word("confidence", "confidence", CONFIDENCES),
         c.bar("frac"),
     ]
     entries = [

@@ -178,14 +178,16 @@ def read_recordings(file: RankFile) -> list[MemoryRecording]:
 def cut_short(trace: Trace, manifest: RankManifest | None) -> list[int]:
     """Steps whose label is in the trace and that the recorder did not see end.
 
-    If it saw none end, those that no forward began in: the others are all there is to show.
+    If it saw none end, those that no forward began in: the others are all there is to show. None where no
+    label tells, as where graphs are replayed.
     """
     if manifest is None:
         return []
     from fsdp2prof.analyzers.steps import host_steps, trained_steps
 
     worth_showing = set(manifest.traced_steps) or trained_steps(trace.labels)
-    return [step for step in host_steps(trace.labels).step.tolist() if step not in worth_showing]
+    steps = host_steps(trace.labels).step.tolist() if worth_showing else []
+    return [step for step in steps if step not in worth_showing]
 
 
 def _views(work: RankWork, unreadable: list[str]) -> Iterator[tuple[int, PreparedRecording]]:
