@@ -117,7 +117,7 @@ def plan(
     if isinstance(known, Measured) and described.read is None:
         raise UsageError("--measured NAME=NUMBER is of the run of --from-config; name that, or give a file")
     with output.progress(f"planning {given.model.source} on {gpus:,} x {place.hardware}") as progress:
-        notes = [*given.notes]
+        notes: list[str] = []
         if known is not None:
             from fsdp2prof.estimators.step import anchored_on
 
@@ -140,7 +140,7 @@ def plan(
             budget_gpu_hours=budget,
         )
         made = make(request, question=question, progress=progress, use_cache=not no_cache, refine=refine)
-    output.render(in_the_file(made, described, notes))
+    output.render(in_the_file(made, described, given.notes, notes))
 
 
 def _question(most: str | None, fewest: str | None) -> Question | None:

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias
 from fsdp2prof.errors import UsageError
 from fsdp2prof.results.finding import Finding
 
-CHANGES = "Worth most, each tried on this recording"
+CHANGES = "What each change gains"
 """Title of a document's changes."""
 
 Value: TypeAlias = "str | int | float | bool | None"

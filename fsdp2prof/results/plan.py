@@ -175,6 +175,8 @@ class Plan(Shown):
     recipes: list[Recipe]
     search: PlanSearch
     assumptions: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    """Options that were given and are searched, and so not taken."""
     simplest: PlanPoint | None = None
     """The configuration with the fewest kinds of parallelism that the engine finds at most 5 % slower; null
     where that is the winner."""

@@ -91,8 +91,14 @@ _SEARCHED = {name: option.default for name, option in options_of(PolicySpec).ite
 
 
 def given_of(described: Described) -> Given:
-    """Return what a plan keeps of a description. Raises as ``Described.spec``."""
-    spec = described.spec()
+    """Return what a plan keeps of a description. Raises as ``Described.spec``.
+
+    Without a mesh, a schedule of pipelines is nothing to check: the mesh is searched, too.
+    """
+    checked = described
+    if "mesh" not in described.values:
+        checked = described.changed({"policy": {"pp_schedule": _SEARCHED["pp_schedule"]}})
+    spec = checked.spec()
     policy = replace(spec.policy, **_SEARCHED)
     idle = sorted(described.given & (_SEARCHED.keys() - {"batch_size", "grad_accum"}))
     named = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
@@ -106,9 +112,11 @@ def given_of(described: Described) -> Given:
     return Given(model=spec.model, policy=policy, gpus=mesh.world_size, global_batch=batch, notes=notes)
 
 
-def in_the_file(made: Plan, described: Described, notes: Sequence[str]) -> Plan:
+def in_the_file(made: Plan, described: Described, warnings: Sequence[str], notes: Sequence[str]) -> Plan:
     """Return a plan with what it changes in the configuration that it was made from."""
-    made = replace(made, config=described.read, assumptions=[*notes, *made.assumptions])
+    made = replace(
+        made, config=described.read, warnings=list(warnings), assumptions=[*notes, *made.assumptions]
+    )
     if described.read is None or made.winner is None:
         return made
     text = _changes(described.read, made.winner)

@@ -691,13 +691,15 @@ def test_a_plan_of_a_trainers_file_keeps_its_batch_and_prints_the_change(plan: P
     given = given_of(described)
     assert (given.model.source, given.gpus, given.global_batch) == ("llama3-8b", 8, 8)
     assert given.policy.seq_len == 512
+    without_mesh = describe(given={"model": "llama3-8b", "world_size": 16}, policy={"pp_schedule": "zbv"})
+    assert "--pp-schedule" in given_of(without_mesh).notes[0], "pipelines are searched, too"
     assert (given.policy.ac, given.policy.optimizer_impl) == ("none", "fused")
     assert plan.winner is not None
     changed = {**plan.winner.policy, "batch_size": 4, "ac": "op", "reshard": "default"}
     policy = type(plan.winner.policy)(changed)
     mesh = replace(plan.winner.mesh, dp_shard=8, dp_replicate=1, tp=1, cp=1, pp=1, ep=1)
     made = replace(plan, winner=replace(plan.winner, mesh=mesh, policy=policy))
-    change = in_the_file(made, described, []).recipes[0]
+    change = in_the_file(made, described, given.notes, []).recipes[0]
     assert change.tool == "change to train.toml"
     lines = change.text.splitlines()
     assert "parallelism.tensor_parallel_degree = 1  # was 2" in lines

@@ -125,7 +125,10 @@ def plan_document(plan: Plan) -> Document:
                 blocks=[_facts(plan), Sentences(title="Assumptions", lines=plan.assumptions, style="list")],
             ),
         ],
-        warnings=[] if plan.search.complete else ["interrupted: this is the best so far"],
+        warnings=[
+            *([] if plan.search.complete else ["interrupted: this is the best so far"]),
+            *plan.warnings,
+        ],
         brief=_brief(plan),
     )
 

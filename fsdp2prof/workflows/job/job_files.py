@@ -231,6 +231,8 @@ def _recordings_of_run(run: RunDirectory) -> Found:
 
 
 def _reason(run: RunDirectory, otherwise: str) -> str:
+    if any(record.summary is not None for record in run.ranks):
+        return "record again without --summary, which keeps no recordings"
     return run.messages[0] if run.messages else otherwise
 
 
