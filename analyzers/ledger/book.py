@@ -47,12 +47,14 @@ _REASONS = {
     "workers": "worker processes make the batches",
     "rebuilt": "a loader that is made anew",
     "one_by_one": "an optimizer that goes through its parameters one by one",
+    "float64": "matrix products in float64",
     "forwards": "forwards of checkpointed modules",
 }
 """``why`` of a charge -> the same in words."""
 
 _NEARLY_ALL = 0.98
 """Part of a gain from which on it is called all of the time."""
+_BESIDE = " With what else runs there"
 _SLOWEST = "the rank that gains least sets the pace"
 
 ALL = float("inf")
@@ -306,7 +308,7 @@ class Book:
             ns=mean(total, max(1, self.rank_steps)),
             frac=self.frac(total),
             severity=min(one.severity, joined.severity, key=SEVERITIES.index),
-            said=f"{one.said} With what else runs there, that is {self.per_step(total)}.",
+            said=f"{one.said.partition(_BESIDE)[0]}{_BESIDE}, that is {self.per_step(total)}.",
             remedy=remedy,
             places=self._places(charges),
             evidence={

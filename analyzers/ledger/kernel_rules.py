@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from fsdp2prof.analyzers.ledger.book import Book
+from fsdp2prof.analyzers.ledger.book import Book, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
 
@@ -31,6 +31,7 @@ _OLD = re.compile(r"^(?:volta|turing)_")
 
 def enter_kernels(book: Book) -> None:
     """Enter the compute of kernels that another setting would make faster."""
+    _in_double(book)
     if not book.on_device:
         return
     _without_tensor_cores(book)
@@ -65,6 +66,15 @@ def _gain_ns(book: Book, saved: float) -> int:
 
 def _take(book: Book, part: float) -> list[Charge]:
     return book.take("compute", part=(round(part * 1e9), 1_000_000_000)) if part else []
+
+
+def _in_double(book: Book) -> None:
+    mine = book.take("compute", lambda one: one.why == "float64")
+    cost = sum(one.ns for one in mine)
+    if worth_telling(severity_of(book.frac(cost / 2), book.thresholds, book.on_device)):
+        book.enter(mine, "products_in_float64", fqn=worst_layer(mine), gain_ns=cost / 2)
+    else:
+        book.put_back(mine)
 
 
 def _without_tensor_cores(book: Book) -> None:

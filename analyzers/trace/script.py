@@ -30,8 +30,10 @@ LOOK_NS = 5_000_000
 _NEAR_NS = 4 * LOOK_NS
 """Time from the nearest look beyond which it says nothing: a busy machine delays looks."""
 _LOOP, _OUTSIDE = 1, 2
-WHY = (None, "loop", "outside", "outside_loop")
-"""Why the script's own work took time: a loop of small operators, or work outside of training."""
+WHY = (None, "loop", "outside", "outside_loop", "float64")
+"""Why the script's own work took time: a loop of small operators, work outside of training, or products in
+double precision."""
+DOUBLE = WHY.index("float64")
 ANOMALY = "anomaly"
 ONE_BY_ONE = "one_by_one"
 FORWARDS = "forwards"
