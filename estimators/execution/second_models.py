@@ -95,13 +95,18 @@ def with_role(model: Model, extra: ExtraModel, tensor_parallel: int = 1) -> Mode
     return model
 
 
+_OLDER = torch.__version__ < "2.13"  # a TorchVersion, which compares as one
+"""Whether this torch lacks something that a built-in model may use."""
+
+
 @contextmanager
 def naming_the_culprit(spec: ModelSpec) -> Iterator[None]:
-    """Turn whatever a model that is not ours raises, and what FSDP2 refuses, into one line that names it."""
+    """Turn what a model that is not ours raises, and what this torch lacks, into one line that names it."""
     try:
         yield
     except Exception as error:
-        refused = str(error).startswith("FSDP expects")
+        lacking = _OLDER and isinstance(error, (AttributeError, NotImplementedError, RuntimeError))
+        refused = str(error).startswith("FSDP expects") or (spec.kind == "builtin" and lacking)
         if (spec.kind == "builtin" and not refused) or isinstance(error, Fsdp2ProfError):
             raise
         reason = f"{_module_of(error)}{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.present import present
+from support.torch_versions import LOSSES_IN_PIECES
 from torch import nn
 from torch.nn import functional as F
 
@@ -199,6 +200,7 @@ def test_losses_that_are_refused_say_which_to_use(mesh, policy, reason) -> None:
         estimate_memory(ModelSpec(source="llama2-7b", layers=2), mesh, PolicySpec(seq_len=64, **policy))
 
 
+@pytest.mark.skipif(not LOSSES_IN_PIECES, reason="torch 2.7 has no losses in pieces")
 def test_what_each_loss_in_pieces_holds() -> None:
     """Logits in fp32 of 2048 tokens of a vocabulary of 32000; only torchtune's pieces keep them."""
     model, mesh = ModelSpec(source="llama2-7b", layers=1), MeshSpec(dp_shard=8)

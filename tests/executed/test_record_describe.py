@@ -128,6 +128,7 @@ def test_settings_of_a_group_that_change_its_memory_or_traffic():
 
 
 def test_compiled_modules(monkeypatch):
+    torch._dynamo.reset()
     monkeypatch.setitem(torch._dynamo.utils.counters, "stats", Counter())
     try:
         roots = Roots(lambda: None)

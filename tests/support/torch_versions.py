@@ -6,6 +6,9 @@ import torch
 
 __all__ = [
     "FROZEN_PARAMETERS_MAY_DIFFER_IN_DTYPE",
+    "GROUPED_PRODUCTS",
+    "GROUPS_QUERIES_ON_CPU",
+    "LOSSES_IN_PIECES",
     "REPLICAS_TRAIN_ON_CPU",
     "TENSOR_PARALLEL_SHARDS_UNEVENLY",
 ]
@@ -20,3 +23,13 @@ REPLICAS_TRAIN_ON_CPU = _VERSION >= (2, 8)
 
 TENSOR_PARALLEL_SHARDS_UNEVENLY = _VERSION >= (2, 8)
 """``fully_shard`` of torch 2.7 refuses a parameter whose tensor-parallel part the ranks do not divide."""
+
+LOSSES_IN_PIECES = _VERSION >= (2, 8)
+"""Losses in pieces keep the head gathered by ``set_reshard_after_forward``, which torch 2.7 lacks; its
+tensor parallelism cannot cut their inputs either."""
+
+GROUPS_QUERIES_ON_CPU = _VERSION >= (2, 8)
+"""Attention whose queries share keys is no attention kernel on a CPU of torch 2.7: no operations to count."""
+
+GROUPED_PRODUCTS = _VERSION >= (2, 8)
+"""Experts of torch 2.7 are not one grouped product, whose kernel is named."""
