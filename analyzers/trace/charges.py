@@ -83,7 +83,7 @@ def rank_charges(tables: RankTables, rank: int) -> RankCharges:
     )
 
 
-_DOUBLE_KERNEL = re.compile(r"(?:^|_)d(?:884|1688)?gemm|f64f64f64")
+_DOUBLE_KERNEL = re.compile(r"(?:^|_)d(?:884|1688)?gemm|gemm_f64f64")
 """In the name of a matrix product in float64 (cuBLAS, CUTLASS)."""
 
 

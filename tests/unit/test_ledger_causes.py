@@ -521,3 +521,39 @@ def test_a_gain_says_when_it_is_that_of_the_rank_that_gains_least(other_ms: int,
     assert first.remedy is not None
     assert first.remedy.gain_ns == other_ms * MS
     assert first.remedy.reason.startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("site", "named"),
+    [
+        ("time.sleep() in train.py:9 (log)", "at time.sleep() in train.py:9 (log)"),
+        ("train.py(9): log", "at train.py(9): log"),
+        ("## backward ##", "in `## backward ##`"),
+        ("aten::cudnn_convolution", ""),
+    ],
+)
+def test_a_pause_inside_an_operator_is_not_the_scripts(site: str, named: str) -> None:
+    pauses = [
+        {"cause": "host_pause", "ns": 10 * MS, "site": site, "step": step.step}
+        for step in trace_analysis().ranks[0].steps
+    ]
+    ledger = ledger_of(pauses)
+    (entry,) = [one for one in ledger.entries if one.cause == "host_pause"]
+    assert entry.told is bool(named)
+    if named:
+        assert entry.remedy is not None
+        assert entry.remedy.change.startswith(f"Move the work that the script does {named} out of the step")
+    else:
+        assert (entry.remedy, entry.confidence) == (None, "low")
+
+
+@pytest.mark.parametrize(("ns", "is_told"), [(20 * MS, True), (1 * MS, False)])
+def test_products_in_float64_gain_half_of_their_time(ns: int, is_told: bool) -> None:
+    double = {"cause": "compute", "ns": ns, "why": "float64", "fqn": "layers.1", "phase": "forward"}
+    ledger = ledger_of([double])
+    found = told(ledger)
+    assert [one.id for one in found] == ["products_in_float64"] * is_told
+    if is_told:
+        assert found[0].remedy is not None
+        assert (found[0].remedy.gain_ns, found[0].remedy.basis) == (ns / 2, "estimate")
+        assert "layers.1" in found[0].said

@@ -259,3 +259,17 @@ def test_waiting_that_is_next_to_nothing_is_nobodys() -> None:
     cross = replace(waits(r1=1), wait_ns={"0": MS, "1": 0})
     told = summarise(replace(trace_analysis(), cross_rank=cross)).cross_rank.summary
     assert told[1:] == ["They wait for one another less than 1.0% of their time."]
+
+
+def test_a_loss_that_nothing_explains_is_named_with_what_would_explain_it() -> None:
+    """16 % of the step are idle for a reason that no launch tells; below a tenth, it is no headline."""
+    lost = on_a_gpu(trace_analysis())
+    assert lost.verdict[0].startswith("Nothing runs for 8.00 ms (16.0%)")
+    assert lost.verdict[1] == "What would give this time back cannot be told from this recording."
+    little = [
+        replace(
+            rank, steps=[replace(one, idle_ns={"profiler": 4 * MS, "unknown": 4 * MS}) for one in rank.steps]
+        )
+        for rank in trace_analysis().ranks
+    ]
+    assert on_a_gpu(replace(trace_analysis(), ranks=little)).verdict[0] == "Nothing to fix was found."
