@@ -69,7 +69,7 @@ def critical_path(trace: Trace, step: int | None = None) -> CriticalPath:
         annotation = "" if number is None else f"ProfilerStep#{number}"
         graph, complete = CriticalPathAnalysis.critical_path_analysis(hta_trace(trace), RANK, annotation, 0)
         if not complete:
-            raise ValueError("its events depend on each other in a circle")
+            raise ValueError("its events form a dependency cycle")
         edges = graph.get_critical_path_breakdown()
     edges = edges[edges["duration"] > 0]
     names = np.asarray([*trace.events.name.to_list(), "(launch)"])

@@ -291,7 +291,7 @@ def _no_stragglers(changed: Changed, late: Sequence[int]) -> Changed:
     ranks = {program.rank for program in changed.job}
     if not ranks.issuperset(late):
         text = ",".join(map(str, late))
-        raise UsageError(f"--without straggler:{text}: there are traces of ranks {sorted(ranks)}")
+        raise UsageError(f"--without straggler:{text}: only ranks {sorted(ranks)} have traces")
     left = (changed.pace.waits_for or frozenset(ranks)) - set(late)
     if not left:
         raise NotApplicableError("it takes the trace of another rank")

@@ -66,7 +66,9 @@ class Cluster:
         if mesh.fsdp_size == 1:
             raise ModelError(f"copy-engine all-gathers: mesh {mesh} gathers no parameters")
         if self.node_link != "nvlink":
-            raise ModelError(f"copy-engine all-gathers write over NVLink, which {self.hardware.name} has not")
+            raise ModelError(
+                f"copy-engine all-gathers write over NVLink, which {self.hardware.name} does not have"
+            )
         if self.placement(mesh, "fsdp").nodes > 1:
             raise ModelError("copy-engine all-gathers stay within a node; here a shard group spans several")
 

@@ -118,7 +118,7 @@ class OptimizerFactory:
             raise ModelError(f"optimizer {self.source}: {reason}") from error
         if not isinstance(made, Optimizer):
             raise ModelError(
-                f"optimizer {self.source} made a {type(made).__name__}, no torch.optim.Optimizer"
+                f"optimizer {self.source} made a {type(made).__name__}, not a torch.optim.Optimizer"
             )
         return made
 

@@ -115,7 +115,7 @@ def write_view(
     from fsdp2prof.workflows.hta_views import diff_traces, view_trace
 
     if view is not None and diff is not None:
-        raise UsageError(f"--{view} and --diff exclude each other")
+        raise UsageError(f"--{view} and --diff cannot be combined")
     name = view or "diff"
     reason = f"--{name} is of one rank's trace, read as it is"
     refuse_given(*WHOLE_ANALYSIS, *VIEW_FLAGS, "--fail-on", because=reason)

@@ -174,7 +174,7 @@ def measured_of(given: Sequence[str], *, of_memory: bool) -> Measured | list[Mea
     numbers = [Measured.parse(text)] if runs is None else [run.measured for run in runs]
     if any(number.is_memory != of_memory for number in numbers):
         better = "peak_reserved_gib=GIB" if of_memory else "tokens_per_s_per_gpu=N, step_ms=N or mfu=X"
-        raise UsageError(f"--measured {text} says nothing about this estimate; give {better}")
+        raise UsageError(f"--measured {text} does not apply to this estimate; give {better}")
     return numbers[0] if runs is None else runs
 
 
@@ -196,7 +196,7 @@ def _numbers(_: click.Context, __: click.Parameter, value: str) -> frozenset[int
             )
         low, high = int(match[1]), int(match[2] or match[1])
         if high < low:
-            raise click.BadParameter(f"{item!r} runs backwards")
+            raise click.BadParameter(f"{item!r} ends before it begins")
         if high - low >= _MOST_NUMBERS:
             raise click.BadParameter(f"{item!r} is more than {_MOST_NUMBERS} numbers")
         chosen.update(range(low, high + 1))

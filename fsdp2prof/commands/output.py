@@ -316,7 +316,7 @@ def _choose_format(path: Path | None, chosen: str | None, formats: Sequence[str]
     if chosen not in formats:
         raise UsageError(f"{path}: this command writes {', '.join(formats)}, not {chosen}")
     if RENDERERS[chosen].page and path is None and not beside:
-        raise UsageError(f"a page needs a file to go to: add -o report{RENDERERS[chosen].extension}")
+        raise UsageError(f"a page is written to a file: add -o report{RENDERERS[chosen].extension}")
     return chosen
 
 

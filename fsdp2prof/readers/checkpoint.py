@@ -105,7 +105,7 @@ def _locations(storage: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...]], _Lo
 def _state(record: Any, kind: str) -> dict[str, Any]:
     """The fields of a record of a class."""
     if not isinstance(record, Record) or record.kind.name != kind:
-        raise InputError(f"no {kind} where one belongs")
+        raise InputError(f"a {kind} is missing")
     state = record.state
     if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
         state = state[1]  # a class with slots
@@ -115,10 +115,10 @@ def _state(record: Any, kind: str) -> dict[str, Any]:
 def _sizes(value: Any) -> tuple[int, ...]:
     """A ``torch.Size``."""
     if not isinstance(value, Record) or value.kind.name != "Size" or len(value.arguments) != 1:
-        raise InputError("no torch.Size where one belongs")
+        raise InputError("a torch.Size is missing")
     sizes = value.arguments[0]
     if not isinstance(sizes, (tuple, list)) or len(sizes) > _MOST_DIMENSIONS:
-        raise InputError("a torch.Size that is none")
+        raise InputError("an invalid torch.Size")
     return tuple(map(_whole, sizes))
 
 
@@ -136,13 +136,13 @@ def _dtype(properties: Any) -> str | None:
 
 def _whole(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST:
-        raise InputError("a size or offset that is none")
+        raise InputError("an invalid size or offset")
     return value
 
 
 def _typed(value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
-        raise InputError(f"a {type(value).__name__} where a {kind.__name__} belongs")
+        raise InputError(f"expected a {kind.__name__}, found a {type(value).__name__}")
     return value
 
 
@@ -197,7 +197,7 @@ class _Machine:
                 return self.stack.pop()
             handler = _HANDLERS.get(opcode.name)
             if handler is None:
-                raise InputError(f"opcode {opcode.name} at byte {position} has no place in a checkpoint")
+                raise InputError(f"opcode {opcode.name} at byte {position} does not occur in checkpoints")
             handler(self, argument)
         raise InputError("it ends before its end")
 
@@ -218,7 +218,7 @@ class _Machine:
         """Push an object that takes memory of its own."""
         self.left -= 1
         if self.left < 0:
-            raise InputError("more objects than its size has room for")
+            raise InputError("more objects than fit in its size")
         self.stack.append(value)
 
     def mark(self, _: Any) -> None:
@@ -282,7 +282,7 @@ class _Machine:
 
 def _expect(value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
-        raise InputError(f"a {type(value).__name__} where a {kind.__name__} belongs")
+        raise InputError(f"expected a {kind.__name__}, found a {type(value).__name__}")
     return value
 
 

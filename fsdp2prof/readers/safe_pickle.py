@@ -85,7 +85,7 @@ def text(value: Any) -> str:
     Never ``str(value)``: lists that share their members print for ever.
     """
     if not isinstance(value, str):
-        raise TypeError(f"a {type(value).__name__} where a text belongs")
+        raise TypeError(f"a {type(value).__name__} where text is expected")
     return value
 
 
@@ -108,11 +108,11 @@ class _ContainersOnly(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> NoReturn:
         """Refuse: looking a class up runs code."""
-        raise SnapshotError(f"the pickle asks for {module}.{name}; only plain containers are read")
+        raise SnapshotError(f"the pickle refers to {module}.{name}; only plain containers are read")
 
     def persistent_load(self, identifier: Any) -> NoReturn:
         """Refuse: plain containers need no persistent object."""
-        raise SnapshotError("the pickle asks for a persistent object; only plain containers are read")
+        raise SnapshotError("the pickle refers to a persistent object; only plain containers are read")
 
 
 def _check(file: BinaryIO, plain: re.Pattern[bytes]) -> None:

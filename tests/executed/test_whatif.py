@@ -358,7 +358,7 @@ def test_a_given_change_that_does_not_apply_is_an_error_that_says_why(tmp_path: 
         tried(base, "reshard=default")
     with pytest.raises(InputError, match="the trace of another rank"):
         tried(base, without=("straggler:0",))
-    with pytest.raises(UsageError, match="there are traces of ranks"):
+    with pytest.raises(UsageError, match=r"only ranks .* have traces"):
         tried(base, without=("straggler:7",))
     (tmp_path / "empty").mkdir()
     with pytest.raises(TraceError):

@@ -181,12 +181,12 @@ def test_addresses(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     monkeypatch.setattr(clusters, "_CONNECT_S", 0.3)
     wrong = call(capfd, "analyze", "run", run, "--cluster", "everywhere")
     assert wrong.code == 2
-    assert "neither local nor a scheduler's address" in wrong.err
+    assert "not local, and not a scheduler's address" in wrong.err
     silent = call(capfd, "analyze", "run", run, "--cluster", "tcp://127.0.0.1:1")
     assert (silent.code, silent.err.count("\n")) == (1, 1)
     assert "--cluster tcp://127.0.0.1:1: cannot connect" in silent.err
     encrypted = call(capfd, "analyze", "run", run, "--cluster", "tls://127.0.0.1:1")
-    encrypted.refused("no certificates: set DASK_DISTRIBUTED__COMM__TLS__CA_FILE")
+    encrypted.refused("no TLS certificates: set DASK_DISTRIBUTED__COMM__TLS__CA_FILE")
     both = call(capfd, "analyze", "run", run, "--cluster", "tcp://127.0.0.1:1", "-j", "2")
     assert both.code == 2
     assert "--jobs would have no effect" in both.err

@@ -169,7 +169,7 @@ def test_a_list_met_a_million_times_is_refused(tmp_path: Path) -> None:
     entry = {"input_sizes": shared, "output_sizes": shared}
     file = tmp_path / "nccl_trace_rank_0"
     file.write_bytes(pickle.dumps({"version": "2.10", "entries": [entry] * 1000}))
-    with pytest.raises(FlightRecorderError, match="more values than a dump can have"):
+    with pytest.raises(FlightRecorderError, match="too many values for a dump"):
         read_dump(file, 0)
 
 

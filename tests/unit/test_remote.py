@@ -148,7 +148,7 @@ def test_names_that_climb_out_are_refused(
     found = {"/bucket/first/../../../evil.json": {"size": 1}}
     with monkeypatch.context() as patch:
         patch.setattr(kind, "find", lambda *_, **__: found)
-        call(capfd, "analyze", "run", memory).refused("holds a file of an impossible name")
+        call(capfd, "analyze", "run", memory).refused("has a file with an invalid name")
     assert not list(tmp_path.rglob("evil*"))
 
 

@@ -139,11 +139,11 @@ def _check_size(content: Any) -> None:
     for _ in range(_DEEPEST):
         met += sum(map(len, level))
         if met > _MOST_VALUES:
-            raise ValueError("more values than a dump can have")
+            raise ValueError("too many values for a dump")
         level = [inner for value in level for inner in _values(value) if isinstance(inner, _CONTAINERS)]
         if not level:
             return
-    raise ValueError("nested deeper than a dump")
+    raise ValueError("nested too deeply")
 
 
 def _values(container: Any) -> Iterable[Any]:
@@ -154,7 +154,7 @@ def _typed(dump: _Dump, path: Path, rank: int) -> FlightDump:
     if dump.version.split(".")[0] not in ("1", "2"):
         raise ValueError(f"its version is {dump.version}; 2 is the newest one known")
     if rank >= RANK_LIMIT:
-        raise ValueError(f"its name says rank {rank}, which no job has")
+        raise ValueError(f"its name says rank {rank}, which is not the number of a rank")
     if any(max(entry.collective_seq_id, entry.seq_id) < 0 for entry in dump.entries):
         raise ValueError("an entry has no sequence number")
     groups = {name: ranks for name, group in dump.pg_config.items() if (ranks := _ranks(group.ranks))}

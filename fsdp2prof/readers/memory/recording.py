@@ -76,7 +76,7 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> npt.NDArray[Any
         raise ValueError(f"{member.filename} does not have the {length} entries it says it has")
     array: npt.NDArray[Any] = np.frombuffer(content, dtype=dtype, offset=header.end()).copy()
     if dtype == np.bool_ and array.view(np.uint8).max(initial=0) > 1:
-        raise ValueError(f"{member.filename} has booleans that are none")
+        raise ValueError(f"{member.filename} has booleans other than 0 and 1")
     return array
 
 

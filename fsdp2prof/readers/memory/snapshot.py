@@ -231,9 +231,9 @@ def check_recording(recording: MemoryRecording) -> None:
 def _check_stacks(stacks: Stacks) -> None:
     offsets = stacks.offsets
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(stacks.frames):
-        raise ValueError("stacks do not divide their frames")
+        raise ValueError("stacks and frames do not match")
     if (np.diff(offsets) < 0).any():
-        raise ValueError("stacks do not divide their frames")
+        raise ValueError("stacks and frames do not match")
 
 
 def _check_columns(table: Table, events: int, stacks: int) -> None:

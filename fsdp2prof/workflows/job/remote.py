@@ -129,7 +129,7 @@ def _inside(root: str, path: str, url: str) -> PurePosixPath:
     relative = path[len(root.rstrip("/")) :].lstrip("/") if path.startswith(root.rstrip("/")) else ""
     name = PurePosixPath(relative)
     if not relative or ".." in name.parts or "\0" in relative or name.is_absolute():
-        raise InputError(f"{hide_secrets(url)}: holds a file of an impossible name: {path}")
+        raise InputError(f"{hide_secrets(url)}: has a file with an invalid name: {path}")
     return name
 
 

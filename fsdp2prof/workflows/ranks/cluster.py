@@ -41,7 +41,7 @@ class LostError(Fsdp2ProfError):
 def check_address(address: str) -> str:
     """Return ``local`` or a scheduler's address as given. Raises ``UsageError`` for anything else."""
     if address != LOCAL and _ADDRESS.fullmatch(address) is None:
-        raise UsageError(f"--cluster {address}: neither local nor a scheduler's address (tcp://HOST:8786)")
+        raise UsageError(f"--cluster {address}: not local, and not a scheduler's address (tcp://HOST:8786)")
     return address
 
 
@@ -65,7 +65,7 @@ def open_cluster(address: str, workers: int | None = None) -> Iterator[Cluster]:
         names = ", ".join(
             f"DASK_DISTRIBUTED__COMM__TLS__{name}" for name in ("CA_FILE", "CLIENT__CERT", "CLIENT__KEY")
         )
-        raise ClusterError(f"--cluster {address}: no certificates: set {names}")
+        raise ClusterError(f"--cluster {address}: no TLS certificates: set {names}")
     local = None
     try:
         if address == LOCAL:

@@ -172,9 +172,9 @@ def read_baseline(path: Path) -> Baseline | None:
         check_numbers(content)
         baseline, *_ = decode_known(content, Baseline)
         if baseline.windows < 1 and (baseline.step_ns is not None or baseline.collectives is not None):
-            raise ValueError("its sums are over no steps")
+            raise ValueError("it covers no steps")
         if not 0 <= baseline.traced_ranks <= _MOST_RANKS:
-            raise ValueError("it has more ranks than any run")
+            raise ValueError("it has an impossible number of ranks")
         return baseline
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise InputError(f"{path}: not a baseline ({error}); write it again with --write-baseline") from error
