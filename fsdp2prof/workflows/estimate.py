@@ -87,9 +87,15 @@ class Described:
         return replace(self, values={**self.values, "model": f"execution trace {path.name}"})
 
     def changed(self, values: Mapping[str, Any]) -> Described:
-        """Return it with other values of ``make_spec``; ``policy`` names only options that differ."""
+        """Return it with other values of ``make_spec``; ``policy`` names only options that differ.
+
+        Another mesh has a size of its own.
+        """
         policy = {**self.values.get("policy", {}), **values.get("policy", {})}
-        return replace(self, values={**self.values, **values, "policy": policy})
+        kept = {
+            name: value for name, value in self.values.items() if "mesh" not in values or name != "world_size"
+        }
+        return replace(self, values={**kept, **values, "policy": policy})
 
     def spec(self, **more: Any) -> EstimateSpec:
         """Build and check it; ``more`` overrides values. Raises ``ModelError`` and ``UsageError``."""

@@ -693,6 +693,8 @@ def test_a_plan_of_a_trainers_file_keeps_its_batch_and_prints_the_change(plan: P
     assert given.policy.seq_len == 512
     without_mesh = describe(given={"model": "llama3-8b", "world_size": 16}, policy={"pp_schedule": "zbv"})
     assert "--pp-schedule" in given_of(without_mesh).notes[0], "pipelines are searched, too"
+    other = without_mesh.changed({"mesh": {"dp_shard": 4}, "policy": {"pp_schedule": "1f1b"}})
+    assert other.spec().mesh.world_size == 4, "another mesh has a size of its own"
     assert (given.policy.ac, given.policy.optimizer_impl) == ("none", "fused")
     assert plan.winner is not None
     changed = {**plan.winner.policy, "batch_size": 4, "ac": "op", "reshard": "default"}
