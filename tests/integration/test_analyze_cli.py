@@ -250,7 +250,7 @@ class TestViews:
 
     def test_options_that_exclude_each_other(self, capfd: pytest.CaptureFixture[str], traces: Path) -> None:
         path = ("analyze", "trace", traces, "--critical-path")
-        call(capfd, *path, "--diff", traces).refused("exclude each other", code=2)
+        call(capfd, *path, "--diff", traces).refused("cannot be combined", code=2)
         call(capfd, *path, "--steps", "3,4").refused("one step", code=2)
         call(capfd, *path, "--ranks", "0,1").refused("one rank", code=2)
         call(capfd, *path, "--ranks", "7").refused("rank 7 is not here; it has ranks 0, 1")
