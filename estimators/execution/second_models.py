@@ -105,7 +105,7 @@ def naming_the_culprit(spec: ModelSpec) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        lacking = _OLDER and isinstance(error, (AttributeError, NotImplementedError, RuntimeError))
+        lacking = _OLDER and isinstance(error, (AttributeError, RuntimeError))
         refused = str(error).startswith("FSDP expects") or (spec.kind == "builtin" and lacking)
         if (spec.kind == "builtin" and not refused) or isinstance(error, Fsdp2ProfError):
             raise
