@@ -66,7 +66,7 @@ def _unexplained(ledger: Ledger, head: str) -> list[str]:
     worst = max(lost, key=lambda one: one.ns, default=None)
     if worst is None or worst.frac < _MUCH:
         return []
-    unknown = "What would give this time back cannot be told from this recording."
+    unknown = "This recording does not show what would give the time back."
     return [f"{worst.said} {head}", unknown if worst.remedy is None else worst.remedy.change]
 
 

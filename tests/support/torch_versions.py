@@ -29,7 +29,7 @@ LOSSES_IN_PIECES = _VERSION >= (2, 8)
 tensor parallelism cannot cut their inputs either."""
 
 GROUPS_QUERIES_ON_CPU = _VERSION >= (2, 8)
-"""Attention whose queries share keys is no attention kernel on a CPU of torch 2.7: no operations to count."""
+"""On a CPU, torch 2.7 runs grouped-query attention as single operators, so that no attention is counted."""
 
 GROUPED_PRODUCTS = _VERSION >= (2, 8)
 """Experts of torch 2.7 are not one grouped product, whose kernel is named."""

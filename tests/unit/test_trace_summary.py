@@ -262,10 +262,10 @@ def test_waiting_that_is_next_to_nothing_is_nobodys() -> None:
 
 
 def test_a_loss_that_nothing_explains_is_named_with_what_would_explain_it() -> None:
-    """16 % of the step are idle for a reason that no launch tells; below a tenth, it is no headline."""
+    """Idle time of unknown cause leads the verdict at 16 % of the step, and not at 8 %."""
     lost = on_a_gpu(trace_analysis())
     assert lost.verdict[0].startswith("Nothing runs for 8.00 ms (16.0%)")
-    assert lost.verdict[1] == "What would give this time back cannot be told from this recording."
+    assert lost.verdict[1] == "This recording does not show what would give the time back."
     little = [
         replace(
             rank, steps=[replace(one, idle_ns={"profiler": 4 * MS, "unknown": 4 * MS}) for one in rank.steps]
