@@ -140,7 +140,7 @@ def _captured(events: EventTable, calls: IntArray) -> BoolArray:
     )
     captured = np.zeros(len(calls), dtype=np.bool_)
     for row, begins, ends in backends.captures(
-        (float(start[i]), int(thread[i]), names[i] or "") for i in edges.tolist()
+        (int(start[i]), int(thread[i]), names[i] or "") for i in edges.tolist()
     ):
         captured |= (thread == row) & (start >= begins) & (start < ends)
     return captured
