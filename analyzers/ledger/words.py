@@ -66,8 +66,10 @@ def _unexplained(ledger: Ledger, head: str) -> list[str]:
     worst = max(lost, key=lambda one: one.ns, default=None)
     if worst is None or worst.frac < _MUCH:
         return []
-    unknown = "This recording does not show what would give the time back."
-    return [f"{worst.said} {head}", unknown if worst.remedy is None else worst.remedy.change]
+    then = "This recording does not show what would give the time back."
+    if worst.remedy is not None and worst.remedy.basis == "unknown":  # it asks for a recording that tells
+        then = worst.remedy.change
+    return [f"{worst.said} {head}", then]
 
 
 def _nothing(tried: Sequence[WhatIfChange], ledger: Ledger) -> str:

@@ -218,7 +218,8 @@ class _Charging:
         outside = is_outside(phase)
         issued = work.launch_ns[row] if len(tables.device) else start
         why, site, sites = self._script.at(issued, outside[row], looped=not len(tables.device))
-        why = np.where((why == 0) & _in_double(tables, work.event)[row], DOUBLE, why)
+        if kind == "compute":
+            why = np.where((why == 0) & _in_double(tables, work.event)[row], DOUBLE, why)
         columns = (
             window,
             phase.codes[row],

@@ -202,9 +202,40 @@ def test_what_leaves_no_record_when_nothing_is_lost_is_no_launch() -> None:
         trace.host(name, 50 + i * 2, 51 + i * 2, "cuda_runtime")
         trace.rows[-1]["correlation"] = 900 + i
     assert launch_calls(trace.build()).has_record.tolist() == [True] * 4
-    trace.host("cudaLaunchKernel", 80, 81, "cuda_runtime")
-    trace.rows[-1]["correlation"] = 950
-    assert launch_calls(trace.build()).has_record.tolist() == [True] * 4 + [False]
+    for number, (time, thread) in enumerate([(56, 1), (80, 0)]):  # beside the capture, and after it
+        trace.host("cudaLaunchKernel", time, time + 1, "cuda_runtime", thread=thread)
+        trace.rows[-1]["correlation"] = 950 + number
+    assert sorted(launch_calls(trace.build()).has_record.tolist()) == [False] * 2 + [True] * 4
+
+
+def test_launches_into_a_graph_are_left_out_of_the_files_count_too(tmp_path: Path) -> None:
+    def call(name: str, time: int, correlation: int, thread: int = 1) -> Event:
+        args = {"correlation": correlation}
+        return {
+            "ph": "X",
+            "cat": "cuda_runtime",
+            "name": name,
+            "pid": 1,
+            "tid": thread,
+            "ts": time,
+            "dur": 1,
+            "args": args,
+        }
+
+    events = [
+        {**call("gemm", 5, 1, thread=7), "cat": "kernel", "pid": 0},
+        call("cudaLaunchKernel", 1, 1),
+        call("cudaStreamEndCapture", 30, 2),
+        call("cudaStreamBeginCapture", 10, 3),
+        call("cudaLaunchKernel", 20, 4),
+        call("cudaLaunchKernel", 20, 5, thread=2),
+        call("cudaMemsetAsync", 40, 6),
+        call("cudaLaunchKernel", 40, 7),
+    ]
+    (path := tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    calls = launch_calls(read_trace(path))
+    assert (len(calls), int((~calls.has_record).sum())) == (3, 2)
+    assert count_launches(path) == (3, 2)
 
 
 def test_counting_in_the_file_equals_counting_in_the_tables(tmp_path: Path) -> None:

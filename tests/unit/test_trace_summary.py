@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 from support.results import MS, trace_analysis
 
+from fsdp2prof.analyzers.ledger.words import trace_verdict
 from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.results.communication import CrossRank, LateCause, PrefetchRow, Straggler
+from fsdp2prof.results.ledger import LedgerRemedy
 from fsdp2prof.results.step import Throughput, TraceTotals
 from fsdp2prof.results.trace import HostSyncRow, TraceAnalysis
 
@@ -266,6 +268,14 @@ def test_a_loss_that_nothing_explains_is_named_with_what_would_explain_it() -> N
     lost = on_a_gpu(trace_analysis())
     assert lost.verdict[0].startswith("Nothing runs for 8.00 ms (16.0%)")
     assert lost.verdict[1] == "This recording does not show what would give the time back."
+    remedy = LedgerRemedy(change="Do it.", gain_ns=0.0, gain_frac=0.0, basis="unknown", reason="")
+    assert lost.ledger is not None
+    for one, said in ((replace(remedy, basis="replay"), lost.verdict[1]), (remedy, "Do it.")):
+        entries = [
+            replace(entry, remedy=one) if entry.cause == "unknown" else entry for entry in lost.ledger.entries
+        ]
+        found = trace_verdict(replace(lost, ledger=replace(lost.ledger, entries=entries)))
+        assert found[1] == said, "what a replay found to gain nothing is not proposed"
     little = [
         replace(
             rank, steps=[replace(one, idle_ns={"profiler": 4 * MS, "unknown": 4 * MS}) for one in rank.steps]
