@@ -1,8 +1,10 @@
 """Planted faults and healthy programs of ``tests/lab``, analysed with default options.
 
-``python -m benchmarks.lab [PATTERN ...] [--mended] [--runs FOLDER]`` prints the first cause of each case,
-whether it and its remedy are right, and which other causes were named. ``--mended`` applies the remedy, too,
-and prints the measured gain beside the promised one. ``--runs`` keeps recordings and reuses existing ones.
+``python -m benchmarks.lab [PATTERN ...] [--mended] [--runs FOLDER [--record-only]]`` prints the first cause
+of each case, whether it and its remedy are right, and which other causes were named. ``--mended`` applies the
+remedy, too, and prints the measured gain beside the promised one. ``--runs`` keeps recordings and reuses
+existing ones; ``--record-only`` makes them and judges nothing, for a machine that is there for minutes. The
+cases ``gpu/*`` need a GPU, the others none.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ def cases(patterns: list[str]) -> list[Case]:
     """Return the cases whose names match any of the patterns, all without one."""
     sys.path.insert(0, str(ROOT / "tests"))
     from lab.devices import DEVICES
+    from lab.gpu import GPU_TRAININGS
     from lab.memories import MEMORIES
     from lab.traces import TRACES
     from lab.trainings import TRAININGS
 
     wanted = patterns or ["*"]
-    every = [*TRACES, *DEVICES, *MEMORIES, *TRAININGS]
+    every = [*TRACES, *DEVICES, *MEMORIES, *TRAININGS, *GPU_TRAININGS]
     return [one for one in every if any(fnmatch.fnmatch(one.name, p) for p in wanted)]
 
 
@@ -75,10 +78,11 @@ def main() -> None:
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="as cuda/* or */healthy/*")
     parser.add_argument("--mended", action="store_true", help="measure each remedy's gain")
     parser.add_argument("--runs", type=Path, metavar="FOLDER", help="keep recordings there")
+    parser.add_argument("--record-only", action="store_true", help="record into --runs, judge nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the judgements")
     arguments = parser.parse_args()
     chosen = cases(arguments.patterns)
-    from lab.judge import judge
+    from lab.judge import judge, make
 
     judgements = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -86,13 +90,17 @@ def main() -> None:
         print(f"{'case':<28} {'first cause':<28} cause remedy promised measured   beside (ms)")
         for case in chosen:
             try:
+                if arguments.record_only:
+                    print(make(case, runs / case.name / "planted"), flush=True)
+                    continue
                 one = judge(case, runs / case.name, mended=arguments.mended)
             except Exception as error:
                 print(f"{case.name:<28} could not be run: {error}", flush=True)
                 continue
             judgements.append(one)
             print(row(one), flush=True)
-    print(summary(judgements))
+    if judgements:
+        print(summary(judgements))
     if arguments.json:
         lines = [{**asdict(one), "right": one.right} for one in judgements]
         arguments.json.write_text(json.dumps(lines, indent=1))

@@ -107,6 +107,8 @@ def _data_loader(book: Book) -> None:
 
 
 def _compilation(book: Book) -> None:
+    graphs = book.take("compilation", lambda one: one.why == "graphs")
+    book.enter(graphs, "recompilation/graphs", fqn=worst_layer(graphs))
     mine = book.take("compilation")
     book.enter(mine, "recompilation", fqn=worst_layer(mine))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from fsdp2prof.analyzers.layers import numbered
 from fsdp2prof.analyzers.ledger.book import Book
@@ -19,13 +20,44 @@ _NVLINK_BYTES_PER_S = 150e9
 """Of the slowest of these boards, one direction (V100 data sheet)."""
 _LARGE_BYTES = 32 << 20
 """Payload from which on bandwidth, not latency, sets the time."""
+_SWITCHES = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_HOSTID")
+"""Environment variables that keep NCCL from NVLink: off, only for nearer GPUs, or as if on another host."""
 
 
 def enter_links(book: Book) -> None:
     """Enter what slow links cost, before anything else is said of waits and of transfers."""
     if book.on_device:
+        _shared_devices(book)
         _slow_groups(book)
         _without_nvlink(book)
+
+
+def _shared_devices(book: Book) -> None:
+    """Enter what ranks wait for one another on a device that they share, which is no one rank's doing.
+
+    Their kernels run in turns, and NCCL reaches a rank of the same device through the host or a network.
+    """
+    places = {
+        one.rank: (one.host, one.device.index, one.environment.get("CUDA_VISIBLE_DEVICES", ""))
+        for one in book.manifests
+        if one.device is not None and one.device.index is not None
+    }
+    many = Counter(places.values())
+    sharing = {rank for rank, place in places.items() if many[place] > 1}
+    if not sharing:
+        return
+    groups = {
+        group.name
+        for one in book.manifests
+        for group in one.process_groups
+        if sharing.intersection(group.ranks)
+    }
+    mine = [
+        *book.take("uneven_ranks"),
+        *book.take("queued", lambda one: one.rank in sharing),
+        *book.take("communication", lambda one: one.group in groups),
+    ]
+    book.enter(mine, "sharing_a_device", {"ranks": sorted(sharing)}, ranks=numbered("rank", sorted(sharing)))
 
 
 def _slow_groups(book: Book) -> None:
@@ -77,11 +109,18 @@ def _without_nvlink(book: Book) -> None:
         return
     groups = {row.process_group for row in rows}
     mine = book.take("communication", lambda one: one.group in groups)
+    switches = {
+        f"{name}={value}"
+        for one in book.manifests
+        for name in _SWITCHES
+        if (value := one.environment.get(name)) not in (None, "", "0")
+    }
     book.enter(
         mine,
-        "slow_links/pcie",
+        "slow_links/switched_off" if switches else "slow_links/pcie",
         {"busbw_bytes_per_s": best, "payload_bytes": max(row.payload_bytes for row in rows)},
         gain_ns=sum(one.ns for one in mine) * (1 - best / _NVLINK_BYTES_PER_S),
         rate=f"{best / 1e9:.1f} GB/s",
         device=min(names),
+        switches=" and ".join(sorted(switches)),
     )

@@ -42,6 +42,7 @@ _IDLE = {
     "host_bound": "host",
     "data_loader": "data_loader",
     "compilation": "compilation",
+    "recording_graphs": "compilation",
     "garbage_collection": "garbage_collection",
     "allocation": "allocation",
     "device_sync": "sync",
@@ -62,6 +63,10 @@ _COUNTED = (ANOMALY, FORWARDS, ONE_BY_ONE, REBUILT)
 """Why a charge has a count without time."""
 WORKERS = "workers"
 """Why a batch was not there, where worker processes make it."""
+GRAPHS = "graphs"
+"""Why torch.compile works in a step, where it records CUDA graphs."""
+_RECORDS_A_GRAPH = "CUDAGraphNode.record (dynamo_timed)"
+_RUNS_COMPILED = "## Call CompiledFxGraph"
 
 
 def rank_charges(tables: RankTables, rank: int) -> RankCharges:
@@ -264,7 +269,11 @@ class _Charging:
 
     def idle(self, parts: dict[str, Intervals]) -> Intervals:
         """Charge idle time but for callers that a collective blocks, which is returned."""
+        graphs = _recording_graphs(self._tables)
+        stops, of_others = _beginning_in(parts["device_sync"], graphs)
+        parts["device_sync"] = of_others
         known = {
+            "recording_graphs": graphs,
             "compilation": _compiling(self._tables),
             "garbage_collection": self._tables.sighted.collections,
             "allocation": host_calls(self._tables, backends.allocates),
@@ -272,6 +281,10 @@ class _Charging:
         for cause, times in known.items():
             parts[cause] = intervals.intersect(parts["host_bound"], times)
             parts["host_bound"] = intervals.subtract(parts["host_bound"], times)
+        graphs = parts["recording_graphs"]
+        parts["recording_graphs"] = intervals.union(
+            np.concatenate([graphs.start, stops.start]), np.concatenate([graphs.end, stops.end])
+        )
         for cause, part in parts.items():
             if cause == "communication":
                 continue
@@ -310,6 +323,7 @@ class _Charging:
                 where = names[site[at]] if site[at] >= 0 else None
                 layer, when = fqn[at], phase[at]
                 reason = WORKERS if cause == "data_loader" and self._has_workers else WHY[why[at]]
+                reason = GRAPHS if cause == "recording_graphs" else reason
                 self._add(
                     step, name, own[one], fqn=layer, phase=when, site=where, why=reason, count=count[one]
                 )
@@ -494,6 +508,40 @@ def _compiling(tables: RankTables) -> Intervals:
         events.name.matches(lambda name: name.endswith("(dynamo_timed)")) & (events.thread >= 0)
     )
     return intervals.union(events.start_ns[rows], events.end_ns[rows])
+
+
+def _recording_graphs(tables: RankTables) -> Intervals:
+    """When torch.compile was recording CUDA graphs: every call of compiled code that records or prepares one.
+
+    Before each it stops for the whole device, which compiled code does for nothing else.
+    """
+    events = tables.trace.events
+    host = events.thread >= 0
+    records = events.name.equals(_RECORDS_A_GRAPH) & host
+    if not records.any():
+        return intervals.EMPTY
+    marks = np.flatnonzero(records | events.name.matches(_stops_for_the_device) & host)
+    calls = np.flatnonzero(events.name.matches(lambda name: name.startswith(_RUNS_COMPILED)) & host)
+    within = np.zeros(len(calls), dtype=np.bool_)
+    for thread in intervals.distinct(events.thread[calls]):
+        its = events.thread[calls] == thread
+        at = np.sort(events.start_ns[marks[events.thread[marks] == thread]])
+        first = np.searchsorted(at, events.start_ns[calls[its]])
+        within[its] = first < np.searchsorted(at, events.end_ns[calls[its]])
+    rows = np.concatenate([np.flatnonzero(records), calls[within]])
+    return intervals.union(events.start_ns[rows], events.end_ns[rows])
+
+
+def _beginning_in(pieces: Intervals, those: Intervals) -> tuple[Intervals, Intervals]:
+    """Divide pieces into those that begin within other intervals, and the rest."""
+    within = intervals.containing(those.start, those.end, pieces.start) >= 0
+    return Intervals(pieces.start[within], pieces.end[within]), Intervals(
+        pieces.start[~within], pieces.end[~within]
+    )
+
+
+def _stops_for_the_device(name: str) -> bool:
+    return name.endswith("DeviceSynchronize")
 
 
 def _between_host_and_device(tables: RankTables, mask: BoolArray) -> IntArray:

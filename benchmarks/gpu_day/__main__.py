@@ -20,7 +20,7 @@ if missing := missing_wheels():
     sys.exit(f"{sys.executable} lacks {', '.join(missing)}: pip install {' '.join(missing)}")
 
 from benchmarks.gpu_day import folder, live, memory, overhead, recordings, suite
-from benchmarks.gpu_day.backend import Backend, choose_backend
+from benchmarks.gpu_day.backend import ALONE, Backend, choose_backend
 from benchmarks.gpu_day.day import Day, Outcome
 from benchmarks.gpu_day.machine import describe_machine
 
@@ -32,6 +32,7 @@ _PARTS: dict[str, Callable[[Day, Backend], list[Outcome]]] = {
     "overhead": overhead.run,
 }
 """In the order of what they teach: time may run out."""
+_WITH_RANKS = {"recordings", "live", "overhead"}
 
 
 def main() -> None:
@@ -60,7 +61,7 @@ def main() -> None:
         folder.pack(day.folder)
 
     day = Day(folder=args.output.resolve(), machine=machine, end_s=end_s, quick=args.quick, keep=keep)
-    backend = choose_backend(day)
+    backend = choose_backend(day) if _WITH_RANKS & {*chosen} else ALONE
     folder.write(day.folder, machine, backend.why, outcomes)
     folder.pack(day.folder)
     for part in _PARTS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from benchmarks.gpu_day.day import Day, Failed, Skipped
 
@@ -24,6 +24,9 @@ class Backend:
     environment: dict[str, str] = field(default_factory=dict)
     why: str
     """How it was chosen."""
+
+
+ALONE = Backend(name="nccl", most_ranks=1, why="one rank alone")
 
 
 def torchrun(ranks: int) -> list[str]:
@@ -69,7 +72,7 @@ def choose_backend(day: Day) -> Backend:
             environment=backend.environment,
             why="; ".join([backend.why, *refused]),
         )
-    return Backend(name="nccl", most_ranks=1, why="; ".join(["one rank alone", *refused]))
+    return replace(ALONE, why="; ".join([ALONE.why, *refused]))
 
 
 def _version(text: str | None) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ def run(day: Day) -> list[Outcome]:
         Job(f"{one.name}, {one.world_size} ranks", partial(_compare, day, one, space))
         for one in configurations
     ]
-    workers = max(1, min(6, (os.cpu_count() or 1) // 2)) if day.machine.has_gpu else 1
+    workers = max(1, min(8, (os.cpu_count() or 1) // 2)) if day.machine.has_gpu else 1
     return day.perform("memory", jobs, workers=workers)
 
 

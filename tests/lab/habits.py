@@ -68,7 +68,7 @@ def save_shards(trainer: Trainer, size: int) -> None:
 
 def discarded_forward(trainer: Trainer, size: int) -> None:
     """Run forward for a metric of the training batch."""
-    tokens = torch.randint(trainer.s.vocab, (trainer.s.batch, trainer.s.length))
+    tokens = torch.randint(trainer.s.vocab, (trainer.s.batch, trainer.s.length), device=trainer.device)
     with torch.no_grad():
         for _ in range(size):
             trainer.model(tokens)
@@ -121,12 +121,41 @@ def new_iterator(trainer: Trainer, size: int) -> None:
     next(iter(DataLoader(TensorDataset(torch.zeros(64, 8)), batch_size=4, num_workers=size)))
 
 
+def empty_cache(trainer: Trainer, size: int) -> None:
+    """Give the allocator's memory back to the driver."""
+    torch.cuda.empty_cache()
+
+
+def pageable(trainer: Trainer, size: int) -> None:
+    """Copy inputs from memory that is not pinned."""
+    torch.ones(size << 18).to(trainer.device)
+
+
+def weights_to_host(trainer: Trainer, size: int) -> None:
+    """Look at every weight on the host."""
+    for parameter in list(trainer.model.parameters())[:size]:
+        if isinstance(parameter, DTensor):
+            parameter.to_local().detach().cpu().abs().max()
+
+
+def nan_checks(trainer: Trainer, size: int) -> None:
+    """Look for NaNs in the output of every module."""
+
+    def check(module: torch.nn.Module, inputs: object, output: object) -> None:
+        if isinstance(output, torch.Tensor) and output.isnan().any().item():
+            trainer.best = module
+
+    for module in list(trainer.model.modules())[1:size]:
+        module.register_forward_hook(check)
+
+
 Habit = Callable[["Trainer", int], None]
 AT_START: dict[str, Habit] = {
     "anomalies": anomalies,
     "one-core": one_core,
     "many-threads": many_threads,
     "gradient-hooks": gradient_hooks,
+    "nan-checks": nan_checks,
 }
 BEFORE_UPDATE: dict[str, Habit] = {"reduce-gradients": reduce_gradients, "gradient-norms": gradient_norms}
 AFTER_UPDATE: dict[str, Habit] = {
@@ -134,6 +163,9 @@ AFTER_UPDATE: dict[str, Habit] = {
     "average-weights": average_weights,
     "snapshot": snapshot,
     "new-iterator": new_iterator,
+    "empty-cache": empty_cache,
+    "pageable": pageable,
+    "weights-to-host": weights_to_host,
     "tokenize": tokenize,
     "to-lists": to_lists,
     "log-on-rank-0": log_on_rank_0,

@@ -16,7 +16,7 @@ from fsdp2prof.cli import cli
 from fsdp2prof.run_directory import RUN_FILE
 from lab.case import Case, Training
 
-__all__ = ["Judgement", "Said", "document", "judge", "said"]
+__all__ = ["Judgement", "Said", "document", "judge", "make", "said"]
 
 TRAINER = Path(__file__).with_name("trainer.py")
 PROGRAMS = Path(__file__).with_name("programs.py")
@@ -61,7 +61,7 @@ class Judgement:
 
 def judge(case: Case, folder: Path, *, mended: bool = False) -> Judgement:
     """Run the case in ``folder`` (an existing run is reused) and judge; ``mended`` measures the gain."""
-    analysed = document(_made(case, folder / "planted"))
+    analysed = document(make(case, folder / "planted"))
     causes = said(analysed)
     first = causes[0] if causes else None
     if case.size == "much":
@@ -75,7 +75,7 @@ def judge(case: Case, folder: Path, *, mended: bool = False) -> Judgement:
         true = case.excused
     measured = None
     if mended and case.size == "much":
-        after = document(_made(case, folder / "mended", mended=True))
+        after = document(make(case, folder / "mended", mended=True))
         measured = step_ns(analysed) - step_ns(after)
     return Judgement(
         case=case.name,
@@ -144,7 +144,7 @@ def step_ns(analysed: Mapping[str, Any]) -> float:
     return float(unrecorded["median_ns"] if unrecorded else trace["totals"]["step_ns"])
 
 
-def _made(case: Case, run: Path, *, mended: bool = False) -> Path:
+def make(case: Case, run: Path, *, mended: bool = False) -> Path:
     """Make the run, unless it is there already."""
     if run.exists():
         return run
@@ -159,14 +159,14 @@ def _made(case: Case, run: Path, *, mended: bool = False) -> Path:
 
 
 def _train(training: Training, switches: Mapping[str, object], run: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    launcher = [sys.executable]
+    if switches.get("group") != "fake":
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(training.ranks)]
     script = [str(TRAINER), *(f"{name}={value}" for name, value in switches.items())]
     if training.program:
         script = [str(PROGRAMS), training.program]
     record = [sys.executable, "-m", "fsdp2prof", "record", "-q", "-o", str(run), "--"]
-    ended = subprocess.run(
-        [*record, *launcher, str(training.ranks), *script], capture_output=True, text=True, timeout=600
-    )
+    ended = subprocess.run([*record, *launcher, *script], capture_output=True, text=True, timeout=600)
     if ended.returncode:
         shutil.rmtree(run, ignore_errors=True)
         raise RuntimeError(f"{' '.join(script)}: exit code {ended.returncode}\n{ended.stderr[-2000:]}")

@@ -1,4 +1,7 @@
-"""A small FSDP2 training on gloo ranks whose faults are switches: ``torchrun trainer.py NAME=VALUE ...``."""
+"""A small FSDP2 training whose faults are switches: ``torchrun trainer.py NAME=VALUE ...``.
+
+On gloo ranks; with ``group=fake`` one rank of a world without peers, on a GPU where there is one.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,10 @@ from torch.utils.data import DataLoader, Dataset
 class Switches:
     """The default is a healthy training; times are milliseconds a step on the rank that has the fault."""
 
+    group: str = "gloo"
+    """``gloo``, on the CPU; ``fake``: this process alone, whose collectives move nothing."""
+    world_size: int = 8
+    """Of a ``fake`` group."""
     steps: int = 14
     layers: int = 4
     dim: int = 128
@@ -219,15 +226,21 @@ class Tokens(Dataset[Tensor]):
         return torch.randint(self.s.vocab, (self.s.length + 1,))
 
 
+def device_of(s: Switches) -> str:
+    """Where the model lives."""
+    return "cuda" if s.group == "fake" and torch.cuda.is_available() else "cpu"
+
+
 def wrap(model: nn.Module, s: Switches) -> nn.Module:
     """Apply ``fully_shard`` as the switches say."""
     world = dist.get_world_size()
+    device = device_of(s)
     mesh: DeviceMesh
     if s.replicas == 1:
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+        mesh = init_device_mesh(device, (world,), mesh_dim_names=("dp_shard",))
     else:
         shape = s.replicas, world // s.replicas
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
     policies = {
         "fp32": MixedPrecisionPolicy(),
         "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
@@ -335,7 +348,8 @@ class Trainer:
     def __init__(self, s: Switches) -> None:
         self.s = s
         torch.manual_seed(0)
-        model = Transformer(s) if s.model == "transformer" else Features(s)
+        self.device = device_of(s)
+        model = (Transformer(s) if s.model == "transformer" else Features(s)).to(self.device)
         first = make_optimizer(model, s) if s.optimizer_first else None
         self.model = wrap(model, s)
         self.optimizer = first or make_optimizer(self.model, s)
@@ -346,7 +360,8 @@ class Trainer:
         torch.manual_seed(1 + dist.get_rank())
 
     def run(self) -> None:
-        for step, tokens in enumerate(batches(self.s)):
+        for step, batch in enumerate(batches(self.s)):
+            tokens = batch.to(self.device)
             if self.s.recompiles:
                 tokens = tokens[:, : self.s.length - step]
             if self.s.optimizer == "lbfgs":
@@ -408,7 +423,7 @@ class Trainer:
         for _ in range(s.barriers):
             dist.barrier()
         for _ in range(s.metric_reduces):
-            dist.all_reduce(torch.zeros(s.metric_elements))
+            dist.all_reduce(torch.zeros(s.metric_elements, device=self.device))
         for _ in range(s.evaluations):
             evaluate(self.model, tokens)
         if s.garbage:
@@ -444,10 +459,20 @@ def save(model: nn.Module, mib: int) -> None:
             os.fsync(file.fileno())
 
 
+def join(s: Switches) -> None:
+    """Make the process group."""
+    if s.group == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=0, world_size=s.world_size, store=FakeStore())
+    else:
+        dist.init_process_group(s.group)
+
+
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))  # tests, for the package of this folder
     switches = parse(sys.argv[1:])
-    dist.init_process_group("gloo")
+    join(switches)
     for _ in range(switches.spinning_threads):
         threading.Thread(target=spin, daemon=True).start()
     Trainer(switches).run()

@@ -50,6 +50,8 @@ def why_not(device_type: str) -> str | None:
         return f"fsdp2prof cannot read the allocator history of {device_type} devices"
     fake = fake_mode()
     if device_type == "cuda" and fake is None:
+        if (reason := why_no_history()) is not None:
+            return reason
         if any(torch.cuda.memory._snapshot()["device_traces"]):
             return "the training records the allocator's history itself, which ours would clear"
     elif fake is None and _get_current_dispatch_mode_stack():
@@ -57,6 +59,13 @@ def why_not(device_type: str) -> str | None:
     elif device_type == "cpu" and (has_compiled() or describe.may_run_unseen()):
         return _COMPILED
     return None
+
+
+def why_no_history() -> str | None:
+    """Say why torch knows no allocations of its CUDA allocator: it keeps those of its own allocator alone."""
+    ask = getattr(torch._C, "_cuda_getAllocatorBackend", None)
+    backend = ask() if ask else "native"
+    return None if backend == "native" else f"torch keeps no history of the {backend} allocator's memory"
 
 
 def memory_capture(

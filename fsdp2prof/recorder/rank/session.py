@@ -15,7 +15,7 @@ from fsdp2prof.manifest import RecordingInfo, RecordOptions, StepInfo
 from fsdp2prof.recorder.guard import guard
 from fsdp2prof.recorder.hanging import HangWatch, keep_state
 from fsdp2prof.recorder.identity import Identity
-from fsdp2prof.recorder.memory.history import OomDump
+from fsdp2prof.recorder.memory.history import OomDump, why_no_history
 from fsdp2prof.recorder.model.roots import Roots
 from fsdp2prof.recorder.rank.captures import Captures
 from fsdp2prof.recorder.rank.manifest import ManifestFile
@@ -355,9 +355,11 @@ class RankSession:
     def _watch_memory(self) -> None:
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return
+        if why_no_history() is not None:  # said where memory is to be recorded
+            return
         try:
             self._oom = OomDump(self.folder, self._out_of_memory, lambda: self._captures.is_recording_memory)
-        except (AttributeError, RuntimeError) as error:  # cudaMallocAsync, an allocator of the training's own
+        except (AttributeError, RuntimeError) as error:
             self.tell(f"an out-of-memory error will leave no snapshot: {_reason(error)}")
 
     def _stop(self) -> None:

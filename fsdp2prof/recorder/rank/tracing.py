@@ -8,9 +8,13 @@ import re
 import shutil
 import tempfile
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.profiler.profiler as profiler_module
 from isal import igzip
 from torch.autograd import _disable_profiler, _profiler_enabled
 from torch.profiler import ProfilerActivity
@@ -71,7 +75,7 @@ class TraceCapture:
                 return False
             _used = True
             try:
-                with training_profilers.set_aside():
+                with training_profilers.set_aside(), _quietly():
                     self._profiler.prepare_trace()
                     self._prepared = True
             finally:
@@ -157,7 +161,7 @@ class TraceCapture:
     def _stop(self) -> None:
         if not self._running:
             self._start()  # a prepared profiler can only be stopped through a start
-        with training_profilers.set_aside():
+        with training_profilers.set_aside(), _quietly():
             try:
                 if training_profilers.has_taken_over:  # Kineto crashes where it has no session to stop
                     self._profiler.prepare_trace()
@@ -171,6 +175,31 @@ class TraceCapture:
             self._profiler.start_trace()
             self._running, self._thread = True, threading.get_ident()
             self._profiler.add_metadata_json("torch_version", json.dumps(torch.__version__))
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep torch's warning about cycles of a profiler, of which ours has one, out of the training's output.
+
+    Not by a filter of warnings: changing those makes Python show others again that it had shown before.
+    """
+    names = ("warn", "_warn_once")
+    originals = {name: getattr(profiler_module, name) for name in names if hasattr(profiler_module, name)}
+    for name, original in originals.items():
+        setattr(profiler_module, name, _without_cycles(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(profiler_module, name, original)
+
+
+def _without_cycles(warn: Callable[..., None]) -> Callable[..., None]:
+    def quiet(message: object, *args: Any, **kwargs: Any) -> None:
+        if "clears events at the end of each cycle" not in str(message):
+            warn(message, *args, **kwargs)
+
+    return quiet
 
 
 def _missing_records(trace: Path) -> str | None:
