@@ -223,6 +223,22 @@ def captures(calls: Iterable[tuple[float, _Thread, str]]) -> list[tuple[_Thread,
     return found + [(thread, start, inf) for thread, start in open_since.items()]
 
 
+_WORKSPACE = re.compile(r":(\d+):(\d+)")
+_LARGE_WORKSPACES = ("9.0", "10.0")
+"""Compute capabilities whose workspace is 32 MiB; others have 8,320 KiB."""
+
+
+def blas_workspace_bytes(capability: str | None, setting: str | None = None) -> int:
+    """Return the size of a cuBLAS workspace: torch keeps one for each thread and stream with products.
+
+    ``setting`` is ``CUBLAS_WORKSPACE_CONFIG``, as ``:4096:8``. Source: ``getChosenWorkspaceSize`` of
+    ``aten/src/ATen/cuda/CublasHandlePool.cpp`` (torch 2.7 to 2.13).
+    """
+    if setting and (parts := _WORKSPACE.findall(setting)):
+        return sum(int(kib) * int(count) for kib, count in parts) << 10
+    return (4096 * 8 if capability in _LARGE_WORKSPACES else 4096 * 2 + 16 * 8) << 10
+
+
 def cuda_names() -> dict[str, str]:
     """Return the CUDA runtime's names of the other kinds' calls, where they have one."""
     return {call: name for row in BACKENDS for call, name in row.cuda_names.items()}

@@ -16,6 +16,8 @@ in the optimizer                            optimizer_state if it outlives the s
 elsewhere in backward                       activation if recomputed; unsharded_gradient if reduced,
                                             accumulated or outliving the backward; else temporary
 in forward                                  activation if alive when the backward begins, else temporary
+as large as a cuBLAS workspace              temporary, at most two of those from before the history: torch
+                                            keeps one for the forward's thread and one for the backward's
 outside of everything                       parameter_copy if it lasts, and with others of its time has the
                                             sizes of all shards (an average of weights, a snapshot);
                                             input if a forward begins in its life; activation if a backward
@@ -42,6 +44,7 @@ from math import prod
 import numpy as np
 
 from fsdp2prof.analyzers.memory.attribution import Attributed
+from fsdp2prof.backends import blas_workspace_bytes
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.tables import GIVEN, NEVER, AllocationTable, BoolArray, IntArray, Strings
@@ -65,10 +68,12 @@ def categorize(
     if manifest is not None:
         fqn = _known_storages(rules, allocations, manifest)
     _fsdp_rules(rules, attributed, ends)
+    op = allocations.op
     if manifest is not None:
         _copy_rules(rules, allocations, manifest)
+        op = _workspace_rule(rules, allocations, manifest)
     _lifetime_rules(rules, attributed)
-    allocations = allocations.with_columns(category=rules.column(), fqn=fqn)
+    allocations = allocations.with_columns(category=rules.column(), fqn=fqn, op=op)
     return place_shards(allocations, attributed) if manifest is None else allocations
 
 
@@ -194,6 +199,26 @@ def _copy_rules(rules: _Rules, allocations: AllocationTable, manifest: RankManif
             mask = np.zeros(len(allocations), dtype=np.bool_)
             mask[mine] = True
             rules.put("parameter_copy", mask)
+
+
+_WORKSPACE, _WORKSPACES = "cuBLAS (workspace)", 2
+
+
+def _workspace_rule(rules: _Rules, allocations: AllocationTable, manifest: RankManifest) -> Strings:
+    """Take blocks from before the history for cuBLAS workspaces; returns the operators with these."""
+    if manifest.device.type != "cuda" or not manifest.tensors_are_all:
+        return allocations.op
+    setting = manifest.environment.get("CUBLAS_WORKSPACE_CONFIG")
+    size = blas_workspace_bytes(manifest.device.capability, setting)
+    early = (allocations.alloc_order < 0) & (allocations.free_order == NEVER)
+    rows = np.flatnonzero(rules.open & early & (allocations.size == size))[:_WORKSPACES]
+    mask = np.zeros(len(allocations), dtype=np.bool_)
+    mask[rows] = True
+    rules.put("temporary", mask)
+    op = allocations.op.to_list()
+    for row in rows.tolist():
+        op[row] = _WORKSPACE
+    return Strings.intern(op)
 
 
 def _is_outside(allocations: AllocationTable) -> BoolArray:

@@ -86,6 +86,8 @@ def remedies_at(
     loss_bytes = _size(live, loss) + (requested if request and request.in_loss else 0)
     casts = loss & live.op.matches(lambda name: _CAST.match(name) is not None)
     resharded, ahead = _gathered(live, fqn, manifest)
+    workspaces = live.op.matches(lambda name: name.endswith("(workspace)"))
+    batch = _held(live, "activation", "input", "temporary") - _size(live, workspaces)
     states = _held(live, "sharded_parameter", "sharded_gradient", "optimizer_state")
     recomputed = _recomputable(view, live, loss)
     unused = _unused(view, order)
@@ -93,7 +95,7 @@ def remedies_at(
         "chunked_loss": loss_bytes * (_CHUNKS - 1) // _CHUNKS,
         "low_precision_logits": _size(live, casts),
         "activation_checkpointing": recomputed[1],
-        "smaller_batch": (_held(live, "activation", "input", "temporary") + requested) // 2,
+        "smaller_batch": (batch + requested) // 2,
         "reshard_after_forward": resharded,
         "less_prefetch": ahead,
         "reduced_gradients": int(view.allocations.size[kept_gradients(view, order, manifest)].sum()),

@@ -22,6 +22,7 @@ from dataclasses import replace
 import numpy as np
 
 from fsdp2prof.analyzers.memory.attribution import Attributed, attribute
+from fsdp2prof.backends import blas_workspace_bytes
 from fsdp2prof.estimators.torch_rules import TorchRules
 from fsdp2prof.tables import (
     NEVER,
@@ -33,8 +34,8 @@ from fsdp2prof.tables import (
     concat_tables,
 )
 
-BLAS_WORKSPACE_BYTES = 32 << 20
-"""Default cuBLAS workspace of Hopper and newer (8,320 KiB before)."""
+BLAS_WORKSPACE_BYTES = blas_workspace_bytes("9.0")
+"""Of Hopper and newer."""
 
 _MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 _FLASH_BACKWARD = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"

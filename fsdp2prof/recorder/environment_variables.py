@@ -11,6 +11,7 @@ _PREFIXES = (
     "TORCH_",
     "PYTORCH_",
     "CUDA_",
+    "CUBLAS",
     "HIP_",
     "ROCR_",
     "GLOO_",
