@@ -270,8 +270,7 @@ class _Charging:
     def idle(self, parts: dict[str, Intervals]) -> Intervals:
         """Charge idle time but for callers that a collective blocks, which is returned."""
         graphs = _recording_graphs(self._tables)
-        stops, of_others = _beginning_in(parts["device_sync"], graphs)
-        parts["device_sync"] = of_others
+        stops, parts["device_sync"] = _beginning_in(parts.get("device_sync", intervals.EMPTY), graphs)
         known = {
             "recording_graphs": graphs,
             "compilation": _compiling(self._tables),

@@ -113,6 +113,8 @@ class Day:
             err_file.seek(0)
             out, err = out_file.read(), err_file.read()
         self._keep(log, f"$ {' '.join(map(str, command))}\n{out[-_LOGGED:]}\n{err[-_LOGGED:]}")
+        if late and limit_s == left_s:
+            raise Skipped("out of time")
         if late:
             raise Failed(f"ran past {limit_s:.0f} s: see logs/{log}.txt")
         if process.returncode and not may_fail:

@@ -90,8 +90,11 @@ def _on_gpu() -> list[_Configuration]:
 
 
 def _on_cpu() -> list[_Configuration]:
-    """Small enough for a CPU; its foreach kernels differ from CUDA's, so the optimizer takes one by one."""
-    base = _policy(512, optimizer_impl="for-loop")
+    """Small enough for a CPU, in fp32, as bf16 takes minutes on some.
+
+    Its foreach kernels differ from CUDA's, so the optimizer takes one parameter after the other.
+    """
+    base = _policy(512, optimizer_impl="for-loop", param_dtype="fp32")
     return [
         _Configuration(name=name, model="gpt2", layers=2, world_size=8, policy={**base, **_VARIATIONS[name]})
         for name in ("base", "AC full", "reshard never")

@@ -27,6 +27,10 @@ def pack(folder: Path) -> None:
         if "hosts" in document:
             document["hosts"] = ["host"]
         path.write_text(json.dumps(document))
+    for path in folder.glob("rank-*/*.txt"):
+        path.write_text(without_paths(path.read_text()))
+    for path in folder.glob("flight-recorder/*"):
+        path.write_bytes(pickle.dumps(_cleaned(pickle.loads(path.read_bytes()))))
     for path in folder.glob("rank-*/trace.json.gz"):
         with gzip.open(path, "rt") as source:
             text = without_paths(source.read())
@@ -40,6 +44,15 @@ def pack(folder: Path) -> None:
         with gzip.open(f"{path}.gz", "wb") as target:
             pickle.dump(snapshot, target, protocol=pickle.HIGHEST_PROTOCOL)
         path.unlink()
+
+
+def _cleaned(value: Any) -> Any:
+    """Take paths out of every text in builtin containers."""
+    if isinstance(value, str):
+        return without_paths(value)
+    if isinstance(value, dict):
+        return {_cleaned(key): _cleaned(one) for key, one in value.items()}
+    return type(value)(map(_cleaned, value)) if isinstance(value, list | tuple) else value
 
 
 def _frames(snapshot: dict[str, Any]) -> Iterator[dict[str, Any]]:

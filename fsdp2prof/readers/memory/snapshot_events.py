@@ -25,6 +25,8 @@ from fsdp2prof.tables import (
 )
 
 _OPERATOR = re.compile(r"at::_ops::(\w+)::call\b")
+_INSTALLED = re.compile(r"^.*[/\\](?:site|dist)-packages[/\\]")
+"""Where a package lies: what is behind it names the file."""
 
 
 class StackInterner:
@@ -70,7 +72,7 @@ class StackInterner:
                 if match := operator[code]:
                     outermost = f"aten::{match[1]}"
             where = next((names[code] for code in codes if python[code]), names[codes[0]])
-            found.append(outermost or where)
+            found.append(outermost or _INSTALLED.sub("", where))
         return Strings.intern(found)
 
     def _frame(self, frame: Any) -> int:
