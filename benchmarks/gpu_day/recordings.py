@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from benchmarks.gpu_day.backend import EXAMPLE, Backend, torchrun
@@ -15,6 +16,8 @@ from benchmarks.gpu_day.day import Day, Failed, Job, Outcome, Skipped
 from benchmarks.gpu_day.packing import pack
 
 _LIMIT_S = 60.0
+_ONE_AT_A_TIME = Lock()
+"""On the GPU; what was recorded is analysed beside the next one."""
 _GPU_SIZE = ("--dim", "512", "--heads", "8", "--vocab", "8192", "--length", "256")
 """Of the model; on a CPU the example's own, smaller one."""
 _SHORT = ("--wait", "1", "--warmup", "1", "--active", "2", "--memory-steps", "1")
@@ -55,7 +58,7 @@ _VARIANTS = (
 def run(day: Day, backend: Backend) -> list[Outcome]:
     """Record every variant; what each is, is in ``recordings.json``."""
     jobs = [Job(one.name, partial(_record, day, backend, one)) for one in _VARIANTS]
-    return day.perform("recordings", jobs)
+    return day.perform("recordings", jobs, workers=3 if day.machine.has_gpu else 1)
 
 
 def _record(day: Day, backend: Backend, variant: _Variant) -> tuple[str, dict[str, Any]]:
@@ -75,13 +78,14 @@ def _record(day: Day, backend: Backend, variant: _Variant) -> tuple[str, dict[st
     folder = day.folder / "recordings" / variant.name
     record = [sys.executable, "-m", "fsdp2prof", "record", "-f", "-o", folder, *variant.schedule, "--"]
     try:
-        day.run(
-            f"record-{variant.name}",
-            [*record, *training],
-            limit_s=_LIMIT_S,
-            environment=backend.environment | _allocator(variant),
-            may_fail=variant.out_of_memory,
-        )
+        with _ONE_AT_A_TIME:
+            day.run(
+                f"record-{variant.name}",
+                [*record, *training],
+                limit_s=_LIMIT_S,
+                environment=backend.environment | _allocator(variant),
+                may_fail=variant.out_of_memory,
+            )
         analysis = _analyze(day, variant.name, folder)
     finally:
         pack(folder)

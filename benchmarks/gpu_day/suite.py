@@ -20,7 +20,8 @@ def run(day: Day) -> list[Outcome]:
         tests = _collected(day) if day.machine.has_gpu else ["tests/gpu"]
     except (Failed, Skipped):
         tests = ["tests/gpu"]
-    return day.perform("tests", [Job(name, partial(_test, day, name)) for name in tests])
+    jobs = [Job(name, partial(_test, day, name)) for name in tests]
+    return day.perform("tests", jobs, workers=4 if day.machine.has_gpu else 1)
 
 
 def _collected(day: Day) -> list[str]:

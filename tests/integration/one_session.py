@@ -15,9 +15,10 @@ from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.rank.session import RankSession
 from fsdp2prof.recorder.settings import Settings
 
-__all__ = ["MEMORY_STEPS", "STEPS", "Act", "nothing", "record"]
+__all__ = ["MEMORY_STEPS", "STEPS", "TRACED_STEPS", "Act", "nothing", "record"]
 
 STEPS = 7
+TRACED_STEPS = [1, 2]
 MEMORY_STEPS = [3, 4]
 Act = Callable[[int], None]
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.profiler.profiler as profiler_module
+from torch.profiler.profiler import _KinetoProfile
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from fsdp2prof.manifest import RankManifest
@@ -21,7 +23,7 @@ from fsdp2prof.recorder.rank.manifest import ManifestFile
 from fsdp2prof.storage_tracker import StorageTracker
 
 from .alone_and_recorded import compare, one_rank
-from .one_session import MEMORY_STEPS, STEPS, Act, nothing, record
+from .one_session import MEMORY_STEPS, STEPS, TRACED_STEPS, Act, nothing, record
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 
@@ -239,6 +241,33 @@ def test_a_history_of_ours_is_written_and_turned_off(recorded, allocator, tmp_pa
     assert (manifest.memory_steps, manifest.messages) == (MEMORY_STEPS, [])
     assert allocator.calls == ["all", None]
     assert (tmp_path / "run/rank-00000/memory.pickle").exists()
+
+
+def test_an_allocator_without_history_is_not_asked_for_one(recorded, allocator, monkeypatch):
+    """As cudaMallocAsync: every question about its memory raises."""
+    monkeypatch.setattr(torch._C, "_cuda_getAllocatorBackend", lambda: "cudaMallocAsync", raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", no_snapshot)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    manifest = recorded(nothing)
+    assert (manifest.state, manifest.traced_steps, manifest.memory_steps) == ("complete", TRACED_STEPS, [])
+    assert manifest.messages == [
+        "memory is not recorded: torch keeps no history of the cudaMallocAsync allocator's memory"
+    ]
+
+
+def test_torchs_word_about_cycles_stays_out_of_the_trainings_output(recorded, monkeypatch):
+    """Some versions of torch warn whenever a profiler is set up; what else it says is said."""
+    prepare, said = _KinetoProfile.prepare_trace, []
+
+    def warns(self):
+        profiler_module.warn("Warning: Profiler clears events at the end of each cycle.Only events from ...")
+        profiler_module.warn("something else")
+        prepare(self)
+
+    monkeypatch.setattr(_KinetoProfile, "prepare_trace", warns)
+    monkeypatch.setattr(profiler_module, "warn", lambda message: said.append(message), raising=False)
+    assert recorded(nothing).state == "complete"
+    assert said == ["something else"]
 
 
 @pytest.mark.parametrize(("enabled", "word"), [("all", "on"), (None, "off")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ __all__ = ["Judgement", "Said", "document", "judge", "make", "said"]
 
 TRAINER = Path(__file__).with_name("trainer.py")
 PROGRAMS = Path(__file__).with_name("programs.py")
+REPOSITORY = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +168,14 @@ def _train(training: Training, switches: Mapping[str, object], run: Path) -> Non
     if training.program:
         script = [str(PROGRAMS), training.program]
     record = [sys.executable, "-m", "fsdp2prof", "record", "-q", "-o", str(run), "--"]
-    ended = subprocess.run([*record, *launcher, *script], capture_output=True, text=True, timeout=600)
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    ended = subprocess.run(
+        [*record, *launcher, *script],
+        env={**os.environ, "PYTHONPATH": path},  # the package may not be installed
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     if ended.returncode:
         shutil.rmtree(run, ignore_errors=True)
         raise RuntimeError(f"{' '.join(script)}: exit code {ended.returncode}\n{ended.stderr[-2000:]}")

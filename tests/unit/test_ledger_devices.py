@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lab.devices import DEVICES
 from synthetic import Outside, Schedule, record, transformer, write_run
 from synthetic.strategies import schedules
 
@@ -130,6 +133,34 @@ def test_an_allocator_that_frees_in_every_step_is_named_and_one_that_grows_once_
     assert told(analysed(tmp_path / "none", training(), training())) == []
     first = replace(stalls, steps=1)
     assert "allocator_stalls" not in told(analysed(tmp_path / "first", first, first))
+
+
+def slow_inside_a_host(folder: Path, change: Callable[[dict[str, Any]], None]) -> TraceAnalysis:
+    """A run whose collectives are no faster than PCIe, with another manifest."""
+    case = next(one for one in DEVICES if one.name == "device/pcie/much")
+    assert case.write is not None
+    run = case.write(folder / "run")
+    for path in run.glob("rank-*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        change(manifest)
+        path.write_text(json.dumps(manifest))
+    return analyze_trace(open_job(run), workers=1)
+
+
+def test_a_variable_that_keeps_nccl_from_nvlink_is_named(tmp_path: Path) -> None:
+    found = slow_inside_a_host(tmp_path, lambda one: one["environment"].update(NCCL_P2P_DISABLE="1"))
+    entry = entries(found)["slow_links"]
+    assert entry.told
+    assert entry.remedy is not None
+    assert entry.remedy.change == "Unset NCCL_P2P_DISABLE=1: it keeps NCCL from NVLink."
+    assert entry.said.startswith("Inside a host, ")
+
+
+def test_links_are_not_judged_between_ranks_that_share_a_device(tmp_path: Path) -> None:
+    found = slow_inside_a_host(tmp_path, lambda one: one["device"].update(index=0))
+    assert told(found) == []
+    assert {"sharing_a_device"} <= set(entries(found))
+    assert not {"slow_links", "straggler"} & set(entries(found))
 
 
 def test_waiting_for_a_rank_that_compiles_is_charged_to_its_compiling(tmp_path: Path) -> None:
