@@ -378,6 +378,8 @@ class MachineInfo(_Record):
     torch_threads: Amount = 0
     """``torch.get_num_threads()``."""
     torch_interop_threads: Amount = 0
+    python_hooks: list[str] = []
+    """Packages that see every call or line of the training's thread: ``cProfile``, a debugger."""
 
 
 class HostSpan(_Record):

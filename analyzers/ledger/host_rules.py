@@ -184,7 +184,7 @@ def _pauses(book: Book) -> None:
         rank=rank if alone else None,
         fqn=fqn,
         known=in_script,
-        with_others="; with the other ranks' waiting for it" if waited else "",
+        with_others=", including the other ranks' waiting for it" if waited else "",
         and_waiting=" and the waiting for them" if waited else "",
         place=place,
         work=work,

@@ -26,12 +26,18 @@ finding = partial(findings.finding, "ledger")
 
 def notes(book: Book) -> list[Finding]:
     """Return what is known without a cost."""
-    return [*_anomaly(book), *_padding(book), *_root_kept(book), *_unlike_steps(book)]
+    return [*_anomaly(book), *_hooks(book), *_padding(book), *_root_kept(book), *_unlike_steps(book)]
 
 
 def _anomaly(book: Book) -> list[Finding]:
     checks = sum(one.count for _, one in book.booked if one.why == "anomaly") / book.rank_steps
     return [finding("anomaly_detection", {"checks_per_step": checks})] if checks else []
+
+
+def _hooks(book: Book) -> list[Finding]:
+    """Find profilers and debuggers of Python, which slow every call of the script."""
+    tools = sorted({tool for one in book.manifests if one.machine for tool in one.machine.python_hooks})
+    return [finding("python_hooks", {"tools": tools})] if tools else []
 
 
 def _padding(book: Book) -> list[Finding]:

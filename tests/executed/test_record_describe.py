@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 from collections import Counter
 from typing import Any
 
@@ -16,6 +17,7 @@ from fsdp2prof.recorder.devices import parse_settings
 from fsdp2prof.recorder.model.describe import compiled_modules, describe_param_groups, describe_tensors
 from fsdp2prof.recorder.model.ownership import add_ownership, keep_told
 from fsdp2prof.recorder.model.roots import Roots
+from fsdp2prof.recorder.rank.host import machine_info
 
 
 def test_a_root_without_backward_stays_gathered_and_is_told():
@@ -158,3 +160,13 @@ def test_allocator_configurations():
         "max_split_size_mb": "64",
     }
     assert parse_settings("") == {}
+
+
+def test_a_profiler_of_python_is_named():
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        found = machine_info().python_hooks
+    finally:
+        profiler.disable()
+    assert found == sorted({"cProfile", *machine_info().python_hooks})

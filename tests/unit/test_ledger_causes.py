@@ -17,6 +17,7 @@ from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.trace.operators import KernelSum, additional_ns
 from fsdp2prof.manifest import (
     HostStep,
+    MachineInfo,
     OptimizerInfo,
     RankManifest,
     RootInfo,
@@ -360,6 +361,19 @@ def test_anomaly_detection_is_named_by_its_checks(reason: str, checks: int, is_t
     ]
     found = with_ledger(analysis, charges).findings
     assert any(one.id == "anomaly_detection" for one in found) is is_told
+
+
+def test_what_watches_python_is_named() -> None:
+    manifests = [RankManifest(rank=0, machine=MachineInfo(python_hooks=["cProfile"]))]
+    analysis = trace_analysis()
+    charges = [
+        Charge(rank=rank.rank, step=step.step, cause="compute", ns=step.duration_ns)
+        for rank in analysis.ranks
+        for step in rank.steps
+    ]
+    [found] = [one for one in with_ledger(analysis, charges, manifests).findings if one.id == "python_hooks"]
+    assert found.evidence == {"tools": ["cProfile"]}
+    assert "runs under cProfile" in found.message
 
 
 @pytest.mark.parametrize(("batches", "gathers", "is_told"), [(8, 16, True), (8, 1, False), (4, 8, False)])

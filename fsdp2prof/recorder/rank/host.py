@@ -208,6 +208,8 @@ def _short(file: str) -> str:
 
 _NOTED = 0.01
 """Part of a step that another Python thread computes, from which on it is noted."""
+_MONITORING_TOOLS = 6
+"""Tools that ``sys.monitoring`` has room for."""
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _IDLE, _IOWAIT, _STEAL = 3, 4, 7
 """Columns of the first line of ``/proc/stat`` (proc(5)); 8 and 9, guests, are in the first two."""
@@ -229,7 +231,17 @@ def machine_info() -> MachineInfo:
         usable_cores=usable,
         torch_threads=torch.get_num_threads(),
         torch_interop_threads=torch.get_num_interop_threads(),
+        python_hooks=_python_hooks(),
     )
+
+
+def _python_hooks() -> list[str]:
+    """Name what sees every call of this thread (``sys.setprofile``, ``sys.settrace``, ``sys.monitoring``)."""
+    monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    tools = [monitoring.get_tool(number) for number in range(_MONITORING_TOOLS)] if monitoring else []
+    hooks = [hook for hook in (sys.getprofile(), sys.gettrace()) if hook is not None]
+    tools += [getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks]
+    return sorted({str(tool).partition(".")[0] for tool in tools if tool})
 
 
 @dataclass(frozen=True, slots=True)
