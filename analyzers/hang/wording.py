@@ -206,7 +206,7 @@ def _endings(ranks: Sequence[HangRank], culprits: Sequence[int]) -> str | None:
     if not ended:
         return None
     one, alike = ended[0], [rank.rank for rank in ended if rank.error == ended[0].error]
-    return f"{_ranks(alike).capitalize()} ended with {printable(one.error or '')}."
+    return f"{_ranks(alike).capitalize()} ended with {printable(one.error or '').rstrip(' .')}."
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -57,7 +57,10 @@ def _shared_devices(book: Book) -> None:
         *book.take("queued", lambda one: one.rank in sharing),
         *book.take("communication", lambda one: one.group in groups),
     ]
-    book.enter(mine, "sharing_a_device", {"ranks": sorted(sharing)}, ranks=numbered("rank", sorted(sharing)))
+    ranks = sorted(sharing)
+    whose = numbered("rank", ranks).capitalize()
+    evidence = {"ranks": ranks}
+    book.enter(mine, "sharing_a_device", evidence, gain_ns=None, basis="unknown", ranks=whose)
 
 
 def _slow_groups(book: Book) -> None:

@@ -134,7 +134,9 @@ class _Ending:
     def _note_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        self._error = traceback.format_exception_only(kind, error)[-1].strip().splitlines()[0][:ERROR_LENGTH]
+        line = traceback.format_exception_only(kind, error)[-1].strip().splitlines()[0]
+        words = line[:ERROR_LENGTH].rpartition(" ")[0] or line[:ERROR_LENGTH]
+        self._error = line if len(line) <= ERROR_LENGTH else f"{words} ..."
         self._crashed = not issubclass(kind, KeyboardInterrupt)
         if self._crashed and os.getpid() == self._pid and self._session.manifest.world_size > 1:
             self._session.keep_state(self._error, trace)
