@@ -165,6 +165,8 @@ class DeviceInfo(_Record):
     name: str = ""
     total_bytes: Amount | None = None
     capability: str | None = None
+    uuid: str | None = None
+    """The driver's: with a visible device each, as Slurm gives them, ranks have the same index."""
 
 
 class ProcessGroupInfo(_Record):
@@ -518,6 +520,16 @@ class RankManifest(_Record):
     messages: list[str] = []
     error: str | None = None
     """Last line of the exception that ended the rank."""
+
+    @property
+    def device_key(self) -> tuple[str, str, str] | None:
+        """What two ranks of one device have in common; null where the device is not known, or a CPU."""
+        device = self.device
+        if device.uuid is not None:
+            return self.host, "uuid", device.uuid
+        if device.type == "cpu" or device.index is None:
+            return None
+        return self.host, self.environment.get("CUDA_VISIBLE_DEVICES", ""), str(device.index)
 
     @property
     def ignored_parameters(self) -> list[str]:

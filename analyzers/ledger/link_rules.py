@@ -37,11 +37,7 @@ def _shared_devices(book: Book) -> None:
 
     Their kernels run in turns, and NCCL reaches a rank of the same device through the host or a network.
     """
-    places = {
-        one.rank: (one.host, one.device.index, one.environment.get("CUDA_VISIBLE_DEVICES", ""))
-        for one in book.manifests
-        if one.device is not None and one.device.index is not None
-    }
+    places = {one.rank: one.device_key for one in book.manifests if one.device_key is not None}
     many = Counter(places.values())
     sharing = {rank for rank, place in places.items() if many[place] > 1}
     if not sharing:

@@ -82,8 +82,15 @@ def _ranks(probes: Sequence[RankProbe], world_size: int) -> Outcome:
 
 
 def _devices(probes: Sequence[RankProbe]) -> Outcome:
-    places = Counter((one.host, one.device_index) for one in probes if one.device_index is not None)
-    shared = [f"device {index} of {host}" for (host, index), count in places.items() if count > 1]
+    known = [one for one in probes if one.device_index is not None]
+    many = Counter((one.host, one.device_uuid or one.device_index) for one in known)
+    shared = sorted(
+        {
+            f"device {one.device_index} of {one.host}"
+            for one in known
+            if many[one.host, one.device_uuid or one.device_index] > 1
+        }
+    )
     if shared:
         return failed("devices", len(probes), finding("shared_device/probed", devices=shared))
     names = sorted({one.device for one in probes})

@@ -321,19 +321,21 @@ def _reduced_by_root(evidence: RunEvidence, rank: int) -> dict[int, set[int]]:
 
 def _devices(evidence: RunEvidence) -> Iterator[Finding]:
     """Ranks of one host have a device each, the one of their local rank."""
-    by_device: dict[tuple[str, int, str], list[int]] = defaultdict(list)
+    by_device: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     odd: list[int] = []
     for rank, manifest in evidence.manifests.items():
-        index, seen = manifest.device.index, manifest.environment.get("CUDA_VISIBLE_DEVICES", "")
-        if manifest.device.type == "cpu" or index is None:
+        if (key := manifest.device_key) is None:
             continue
-        by_device[manifest.host, index, seen].append(rank)
-        if index != manifest.local_rank and not seen:
+        by_device[key].append(rank)
+        seen = manifest.environment.get("CUDA_VISIBLE_DEVICES", "")
+        if manifest.device.index != manifest.local_rank and not seen:
             odd.append(rank)
-    shared = {place: sorted(ranks) for place, ranks in by_device.items() if len(ranks) > 1}
-    for (host, index, _), ranks in sorted(shared.items()):
-        yield finding("shared_device", {"ranks": ranks}, index=index, host=host)
-    if odd and not shared:
+    shared = sorted(sorted(ranks) for ranks in by_device.values() if len(ranks) > 1)
+    for ranks in shared:
+        first = evidence.manifests[ranks[0]]
+        yield finding("shared_device", {"ranks": ranks}, index=first.device.index, host=first.host)
+    one_each = all(one.device.uuid and not one.device.index for one in evidence.manifests.values())
+    if odd and not shared and not one_each:
         yield finding("device_of_another_rank", {"ranks": sorted(odd)})
 
 

@@ -57,6 +57,7 @@ def device_info(device_type: str) -> DeviceInfo:
         name=properties.name,
         total_bytes=properties.total_memory,
         capability=f"{properties.major}.{properties.minor}",
+        uuid=str(getattr(properties, "uuid", "")) or None,
     )
 
 

@@ -75,6 +75,8 @@ class RankProbe(msgspec.Struct, kw_only=True):
     device: str
     """``cpu``, or the device's name."""
     device_index: int | None = None
+    device_uuid: str | None = None
+    """The driver's: with a visible device each, ranks have the same index."""
     backend: str
     variables: dict[str, str]
     """Those that rendezvous goes by, and that change collectives."""

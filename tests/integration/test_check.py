@@ -149,6 +149,13 @@ def same_device(ranks: dict[int, dict[str, Any]], _: dict[str, Any]) -> None:
     on_gpus(ranks, lambda rank: 0)
 
 
+def one_device_each(ranks: dict[int, dict[str, Any]], _: dict[str, Any]) -> None:
+    """As under Slurm with a device a task: all have index 0."""
+    on_gpus(ranks, lambda rank: 0)
+    for rank, manifest in ranks.items():
+        manifest["device"]["uuid"] = f"GPU-{rank}"
+
+
 def global_rank(ranks: dict[int, dict[str, Any]], _: dict[str, Any]) -> None:
     """Two nodes of two devices that are visible as 2 and 3 on the second."""
     on_gpus(ranks, lambda rank: rank)
@@ -198,6 +205,7 @@ def nothing(ranks: dict[int, dict[str, Any]], _: dict[str, Any]) -> None:
         (other_torch, {"versions_differ"}),
         (gradients_of_replicas, {"replicas_differ"}),
         (same_device, {"shared_device"}),
+        (one_device_each, set()),
         (global_rank, {"device_of_another_rank"}),
         (variables, {"nccl_overridden", "transport_disabled", "debugging_variables"}),
         (other_variables, {"variables_differ"}),
@@ -223,6 +231,8 @@ def test_what_is_planted_in_manifests_is_named(
     found = check_run(run)
     assert expected <= set(ids(found)) - before
     assert found.passed is (expected <= TO_LOOK_AT)
+    if not expected:
+        assert set(ids(found)) <= before
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

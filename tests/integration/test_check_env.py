@@ -50,6 +50,18 @@ def test_what_is_wrong_is_named(name: str, change: Change) -> None:
     assert found.passed is (name in ("devices_differ", "clocks_differ", "small_disk"))
 
 
+def test_ranks_that_each_see_one_device_share_none() -> None:
+    """As under Slurm with a device a task: all have index 0, and the driver's ids differ."""
+    probes = two_probes()
+    for one in probes:
+        one.host, one.local_rank, one.device_uuid = "node0", one.rank, f"GPU-{one.rank}"
+    assert "shared_device" not in [
+        one.id for one in judge_environment(probes, command=[], world_size=2).findings
+    ]
+    probes[1].device_uuid = "GPU-0"
+    assert "shared_device" in [one.id for one in judge_environment(probes, command=[], world_size=2).findings]
+
+
 def test_transports_are_read_from_ncclslog(tmp_path: Path) -> None:
     """Lines as NCCL 2.18 to 2.27 write them."""
     (tmp_path / "log").write_text(

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2prof.recorder.devices import package_versions
+from fsdp2prof.recorder.devices import device_info, package_versions
 from fsdp2prof.recorder.environment_variables import relevant_environment
 from fsdp2prof.recorder.identity import identify
 from fsdp2prof.tables.probes import DimensionSum, GatherTime, RankProbe
@@ -60,8 +60,9 @@ def main(folder: Path, mesh: str) -> None:
     """Probe this rank."""
     has_gpu = torch.cuda.is_available()
     identity = identify()
-    device = torch.device("cuda", identity.local_rank) if has_gpu else torch.device("cpu")
-    if has_gpu:
+    device = torch.device("cpu")
+    if has_gpu:  # Slurm may show each rank its own device alone
+        device = torch.device("cuda", identity.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     began = time.monotonic_ns()
     dist.init_process_group("nccl" if has_gpu else "gloo")
@@ -72,6 +73,7 @@ def main(folder: Path, mesh: str) -> None:
         host=socket.gethostname(),
         device=torch.cuda.get_device_name(device) if has_gpu else "cpu",
         device_index=device.index,
+        device_uuid=device_info("cuda").uuid if has_gpu else None,
         backend=str(dist.get_backend()),
         variables={name: os.environ[name] for name in _RENDEZVOUS if name in os.environ}
         | relevant_environment(),
