@@ -52,6 +52,10 @@ def enter_other_communication(book: Book) -> None:
         _enter(book, kind, mine)
 
 
+_A_NUMBER, _MANY = 8, 10
+"""Bytes of a number, and all-reduces of one a step that could be a single one."""
+
+
 def enter_saving(book: Book) -> None:
     """Enter everything that lines which save a checkpoint took, or made others wait for."""
     mine = [one for cause in _OF_A_SAVE for one in book.take(cause, _is_of_a_save)]
@@ -186,6 +190,8 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     elif kind == "all_reduce" and all(phases[phase] >= _PART_OF_MODEL * cost for phase in _MODELS):
         more += " The model's forward and backward issue them, as synchronized batch statistics do."
         change = fill(wordings("ledger")["outside_fsdp/in_model"]["change"], {"site": site})
+    elif kind == "all_reduce" and size <= _A_NUMBER and count >= _MANY:
+        change += " " + wordings("ledger")["outside_fsdp/numbers"]["change"]
     by_optimizer = max(phases, key=lambda phase: phases[phase]) == "optimizer"
     if by_optimizer:
         more += " The optimizer issues them: it needs more than a shard of each parameter."
