@@ -20,8 +20,8 @@ _NVLINK_BYTES_PER_S = 150e9
 """Of the slowest of these boards, one direction (V100 data sheet)."""
 _LARGE_BYTES = 32 << 20
 """Payload from which on bandwidth, not latency, sets the time."""
-_SWITCHES = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_HOSTID")
-"""Environment variables that keep NCCL from NVLink: off, only for nearer GPUs, or as if on another host."""
+_OFF = {"NCCL_P2P_DISABLE": ("1",), "NCCL_P2P_LEVEL": ("LOC", "0")}
+"""Values of environment variables that keep NCCL from NVLink."""
 
 
 def enter_links(book: Book) -> None:
@@ -33,7 +33,7 @@ def enter_links(book: Book) -> None:
 
 
 def _shared_devices(book: Book) -> None:
-    """Enter what ranks wait for one another on a device that they share, which is no one rank's doing.
+    """Enter the waits of ranks that share a device: no single rank causes them.
 
     Their kernels run in turns, and NCCL reaches a rank of the same device through the host or a network.
     """
@@ -109,10 +109,10 @@ def _without_nvlink(book: Book) -> None:
     groups = {row.process_group for row in rows}
     mine = book.take("communication", lambda one: one.group in groups)
     switches = {
-        f"{name}={value}"
+        f"{name}={one.environment[name]}"
         for one in book.manifests
-        for name in _SWITCHES
-        if (value := one.environment.get(name)) not in (None, "", "0")
+        for name, off in _OFF.items()
+        if one.environment.get(name) in off
     }
     book.enter(
         mine,

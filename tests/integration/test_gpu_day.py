@@ -103,7 +103,7 @@ def test_every_recording_is_analysed_without_remainder(
 
 
 TOO_HIGH = {("AC full", 64): 0.043, ("AC full", 512): 0.063}
-"""Reserved bytes that the model of the allocator puts too high on an H100; nobody knows yet why."""
+"""Known overestimates of reserved memory on an H100, as a fraction; the cause is unknown."""
 
 
 def test_estimates_are_within_the_stated_error(made: Made) -> None:

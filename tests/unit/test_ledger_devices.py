@@ -136,7 +136,7 @@ def test_an_allocator_that_frees_in_every_step_is_named_and_one_that_grows_once_
 
 
 def slow_inside_a_host(folder: Path, change: Callable[[dict[str, Any]], None]) -> TraceAnalysis:
-    """A run whose collectives are no faster than PCIe, with another manifest."""
+    """Analyze a run whose collectives are no faster than PCIe, after a change to its manifests."""
     case = next(one for one in DEVICES if one.name == "device/pcie/much")
     assert case.write is not None
     run = case.write(folder / "run")
@@ -154,6 +154,13 @@ def test_a_variable_that_keeps_nccl_from_nvlink_is_named(tmp_path: Path) -> None
     assert entry.remedy is not None
     assert entry.remedy.change == "Unset NCCL_P2P_DISABLE=1: it keeps NCCL from NVLink."
     assert entry.said.startswith("Inside a host, ")
+
+
+def test_a_level_that_allows_nvlink_is_not_blamed(tmp_path: Path) -> None:
+    found = slow_inside_a_host(tmp_path, lambda one: one["environment"].update(NCCL_P2P_LEVEL="NVL"))
+    remedy = entries(found)["slow_links"].remedy
+    assert remedy is not None
+    assert not remedy.change.startswith("Unset")
 
 
 def test_links_are_not_judged_between_ranks_that_share_a_device(tmp_path: Path) -> None:

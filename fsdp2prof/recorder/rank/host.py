@@ -241,7 +241,7 @@ def _python_hooks() -> list[str]:
     tools = [monitoring.get_tool(number) for number in range(_MONITORING_TOOLS)] if monitoring else []
     hooks = [hook for hook in (sys.getprofile(), sys.gettrace()) if hook is not None]
     tools += [getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks]
-    return sorted({str(tool).partition(".")[0] for tool in tools if tool})
+    return sorted({str(tool).partition(".")[0] for tool in tools if tool} - {"torch"})
 
 
 @dataclass(frozen=True, slots=True)
