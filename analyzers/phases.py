@@ -377,7 +377,7 @@ def _with_autograd(table: PhaseTable, weak: BoolArray, labels: LabelTable) -> Ph
     loss_end = np.minimum(begins[np.searchsorted(begins, table.start_ns)], table.end_ns)
     loss_end = np.where(weak, loss_end, table.end_ns)
     rest = np.flatnonzero(loss_end < table.end_ns)
-    pieces = [table.with_columns(end_ns=loss_end)]
+    pieces = [table.with_columns(end_ns=loss_end).take(table.start_ns < loss_end)]
     pieces += [
         _backward(int(table.thread[row]), loss_end[row : row + 1], table.end_ns[row : row + 1])
         for row in rest

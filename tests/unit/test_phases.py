@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fsdp2prof.analyzers.phases import build_phases, find_rows
@@ -431,6 +431,14 @@ KINDS = [
         st.tuples(st.sampled_from(KINDS), st.integers(0, 80), st.integers(0, 80), st.integers(0, 2)),
         max_size=14,
     )
+)
+@example(
+    [
+        ("FSDP::post_forward (m)", 0, 0, 0),
+        ("FSDP::pre_backward (n)", 2, 2, 0),
+        ("FSDP::all_gather_copy_out (m)", 0, 1, 0),
+        ("autograd::engine::evaluate_function: A", 1, 1, 0),
+    ]
 )
 def test_any_labels_give_disjoint_sorted_rows_with_the_innermost_label_first(
     ranges: list[tuple[str, int, int, int]],
