@@ -62,6 +62,8 @@ class Attributed:
     """Allocations made by a forward that activation checkpointing runs again."""
     constructed: BoolArray
     """Allocations made while an object was built: a model, an optimizer."""
+    workspace: BoolArray
+    """Workspaces that torch allocates for cuBLAS, by their C++ frames."""
 
     def freed_in(self, activities: tuple[str, ...]) -> BoolArray:
         """Mask of the allocations freed in a backward row with one of these activities."""
@@ -96,6 +98,7 @@ def attribute(recording: MemoryRecording, steps: StepTable, roots: int = 0) -> A
         free_row=free_row,
         recomputed=stacks.matching(allocations.stack, RECOMPUTE) | _recomputed(recording),
         constructed=stacks.matching(allocations.stack, CONSTRUCTOR),
+        workspace=stacks.matching(allocations.stack, _WORKSPACE),
     )
 
 
@@ -202,6 +205,8 @@ RECOMPUTE = re.compile(CHECKPOINT.pattern + r"(?:recompute_fn|unpack_hook|backwa
 """A frame of a forward that activation checkpointing runs again."""
 CONSTRUCTOR = re.compile(r":__init__$")
 """A frame that builds an object: a model, an optimizer."""
+_WORKSPACE = re.compile(r"at::cuda::getNewWorkspace|at::cuda::getCUDABlasLtWorkspace")
+"""A frame that allocates a cuBLAS workspace (``aten/src/ATen/cuda/CublasHandlePool.cpp``)."""
 LOSS = re.compile(r"cross_entropy|nll_loss|log_softmax|logsumexp")
 """A frame or operator of a cross-entropy loss."""
 

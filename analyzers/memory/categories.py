@@ -14,10 +14,13 @@ in ``post_backward_accumulate``             unsharded_gradient; so in ``post_bac
 in ``inputs_to_device``                     input
 in the optimizer                            optimizer_state if it outlives the step, else temporary
 elsewhere in backward                       activation if recomputed; unsharded_gradient if reduced,
-                                            accumulated or outliving the backward; else temporary
+                                            accumulated or outliving the backward; else temporary.
+                                            Outside labels the next allocation of an optimizer or
+                                            a forward ends the backward
 in forward                                  activation if alive when the backward begins, else temporary
-as large as a cuBLAS workspace              temporary, at most two of those from before the history: torch
-                                            keeps one for the forward's thread and one for the backward's
+a cuBLAS workspace                          temporary: by its C++ frames; of those from before the history at
+                                            most two that are as large: torch keeps one for the forward's
+                                            thread and one for the backward's
 outside of everything                       parameter_copy if it lasts, and with others of its time has the
                                             sizes of all shards (an average of weights, a snapshot);
                                             input if a forward begins in its life; activation if a backward
@@ -27,12 +30,6 @@ outside of everything                       parameter_copy if it lasts, and with
 no time known, no address known             unattributed, unless sizes prove what it is
                                             (:func:`place_shards`)
 ==========================================  ==========================================================
-
-Every parameter of ``n`` unsharded bytes has a shard of ``r * n`` bytes, with one ratio ``r`` for the whole
-model: ranks and dtypes are the same everywhere. If exactly one ratio turns the sizes of all unsharded
-parameters into sizes of blocks that were there before the history began, as often as each occurs, those are
-the shards; two more sets of the same sizes are Adam's states. Blocks of equal size are interchangeable, so
-layers and categories add up whichever block is whose.
 """
 
 from __future__ import annotations
@@ -68,10 +65,9 @@ def categorize(
     if manifest is not None:
         fqn = _known_storages(rules, allocations, manifest)
     _fsdp_rules(rules, attributed, ends)
-    op = allocations.op
     if manifest is not None:
         _copy_rules(rules, allocations, manifest)
-        op = _workspace_rule(rules, allocations, manifest)
+    op = _workspace_rule(rules, attributed, manifest)
     _lifetime_rules(rules, attributed)
     allocations = allocations.with_columns(category=rules.column(), fqn=fqn, op=op)
     return place_shards(allocations, attributed) if manifest is None else allocations
@@ -204,19 +200,19 @@ def _copy_rules(rules: _Rules, allocations: AllocationTable, manifest: RankManif
 _WORKSPACE, _WORKSPACES = "cuBLAS (workspace)", 2
 
 
-def _workspace_rule(rules: _Rules, allocations: AllocationTable, manifest: RankManifest) -> Strings:
-    """Take blocks from before the history for cuBLAS workspaces; returns the operators with these."""
-    if manifest.device.type != "cuda" or not manifest.tensors_are_all:
-        return allocations.op
-    setting = manifest.environment.get("CUBLAS_WORKSPACE_CONFIG")
-    size = blas_workspace_bytes(manifest.device.capability, setting)
-    early = (allocations.alloc_order < 0) & (allocations.free_order == NEVER)
-    rows = np.flatnonzero(rules.open & early & (allocations.size == size))[:_WORKSPACES]
-    mask = np.zeros(len(allocations), dtype=np.bool_)
-    mask[rows] = True
-    rules.put("temporary", mask)
+def _workspace_rule(rules: _Rules, attributed: Attributed, manifest: RankManifest | None) -> Strings:
+    """Find cuBLAS workspaces, by stack or from before the history; returns the operators with these."""
+    allocations = attributed.allocations
+    found = attributed.workspace.copy()
+    if manifest is not None and manifest.device.type == "cuda" and manifest.tensors_are_all:
+        setting = manifest.environment.get("CUBLAS_WORKSPACE_CONFIG")
+        size = blas_workspace_bytes(manifest.device.capability, setting)
+        early = (allocations.alloc_order < 0) & (allocations.free_order == NEVER)
+        found[np.flatnonzero(rules.open & early & (allocations.size == size))[:_WORKSPACES]] = True
+    found &= rules.open
+    rules.put("temporary", found)
     op = allocations.op.to_list()
-    for row in rows.tolist():
+    for row in np.flatnonzero(found).tolist():
         op[row] = _WORKSPACE
     return Strings.intern(op)
 
@@ -233,6 +229,8 @@ def _lifetime_rules(rules: _Rules, attributed: Attributed) -> None:
     rules.put("optimizer_state", phase["optimizer"] & _outlives(allocations, known & ~phase["optimizer"]))
     rules.put("temporary", phase["optimizer"])
     rules.put("activation", phase["forward"] & _outlives(allocations, phase["backward"]))
+    unlabelled = phase["backward"] & (attributed.alloc_row < 0)
+    rules.put("unsharded_gradient", unlabelled & _outlives_backward(allocations, phase))
     rules.put("temporary", phase["forward"] | phase["backward"])
     rules.put("unattributed", known & attributed.constructed & allocations.phase.equals("other"))
     if len(attributed.phases):
@@ -246,6 +244,13 @@ def _outlives(allocations: AllocationTable, events: BoolArray) -> BoolArray:
     orders = np.append(np.sort(allocations.alloc_order[events]), NEVER - 1)
     following = orders[np.searchsorted(orders[:-1], allocations.alloc_order, side="right")]
     return np.asarray(allocations.free_order > following)
+
+
+def _outlives_backward(allocations: AllocationTable, phase: dict[str, BoolArray]) -> BoolArray:
+    """Mask of the allocations alive at the next one of a forward or an optimizer, which must have come."""
+    after = phase["forward"] | phase["optimizer"]
+    last = int(allocations.alloc_order[after].max(initial=-1))
+    return _outlives(allocations, after) & (allocations.alloc_order < last)
 
 
 def _next_time(times: IntArray, after: IntArray) -> IntArray:
@@ -270,22 +275,26 @@ _WITH_ADAM = 3
 
 
 def place_shards(allocations: AllocationTable, attributed: Attributed) -> AllocationTable:
-    """Give category and fqn to blocks from before the history that can only be shards or Adam's states.
+    """Give category and fqn to blocks from before the history that can only be parameters or Adam's states.
 
     Every parameter of ``n`` unsharded bytes has a shard of ``r * n`` bytes, with one ratio ``r`` for the
     whole model: ranks and dtypes are the same everywhere. If exactly one ratio turns the sizes of all
     unsharded parameters into sizes of blocks that were there before the history began, as often as each
     occurs, those are the shards; two more sets of the same sizes are Adam's states. Blocks of equal size are
-    interchangeable, so layers and categories add up whichever block is whose.
+    interchangeable, so layers and categories add up whichever block is whose. Without FSDP the gradients of
+    one backward take the place of the unsharded parameters, with the ratio 1.
     """
-    unsharded = _first_unsharded(allocations, attributed)
+    model = _first_unsharded(allocations, attributed)
+    sharded = len(model) > 0
+    if not sharded:
+        model = _gradients_of_step(allocations)
     before = (allocations.alloc_order < 0) & allocations.category.equals("unattributed")
     rows = np.flatnonzero(before)
-    found = _ratio(allocations.size[unsharded], allocations.size[rows])
-    if found is None:
+    found = _ratio(allocations.size[model], allocations.size[rows])
+    if found is None or not (sharded or found[0] == 1):
         return allocations
     ratio, copies = found
-    categories = ["sharded_parameter"]
+    categories = ["sharded_parameter" if sharded else "unsharded_parameter"]
     if copies == _WITH_ADAM:
         categories += ["optimizer_state", "optimizer_state"]
     category, fqn = allocations.category.to_list(), allocations.fqn.to_list()
@@ -293,13 +302,21 @@ def place_shards(allocations: AllocationTable, attributed: Attributed) -> Alloca
     for row in rows.tolist():
         by_size.setdefault(int(allocations.size[row]), []).append(row)
     for name in categories:
-        for parameter in unsharded.tolist():
+        for parameter in model.tolist():
             row = by_size[int(int(allocations.size[parameter]) * ratio)].pop(0)
             category[row], fqn[row] = name, allocations.fqn[parameter]
     codes = [_CATEGORIES.index(str(name)) for name in category]
     return allocations.with_columns(
         category=Strings(np.array(codes, dtype=np.int32), _CATEGORIES), fqn=Strings.intern(fqn)
     )
+
+
+def _gradients_of_step(allocations: AllocationTable) -> IntArray:
+    """Rows of the gradients outside FSDP that are alive when the optimizer first allocates."""
+    steps = allocations.alloc_order[(allocations.alloc_order >= 0) & allocations.phase.equals("optimizer")]
+    first = int(steps.min(initial=NEVER))
+    alive = (allocations.alloc_order < first) & (allocations.free_order > first)
+    return np.flatnonzero(alive & allocations.category.equals("unsharded_gradient"))
 
 
 def _first_unsharded(allocations: AllocationTable, attributed: Attributed) -> IntArray:

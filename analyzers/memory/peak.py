@@ -15,11 +15,20 @@ from fsdp2prof.analyzers.layers import fold_names, natural_key
 from fsdp2prof.analyzers.memory.attribution import own_frame
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, allocated_totals
 from fsdp2prof.results.memory import LayerPeak
-from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, LiveBlock, OtherPeak, Peak
+from fsdp2prof.results.peak import (
+    CategoryBytes,
+    LayerBytes,
+    LayerMemory,
+    LineBytes,
+    LiveBlock,
+    OtherPeak,
+    Peak,
+)
 from fsdp2prof.tables import AllocationTable, IntArray, Stacks, Strings
 from fsdp2prof.vocabulary import CATEGORIES, layer_name
 
 _BLOCKS = 10
+_LINES = 10
 _OTHERS = 5
 
 
@@ -95,6 +104,7 @@ def describe_peak(view: PreparedRecording) -> Peak:
         by_layer=by_layer,
         time_ns=time_ns,
         largest_blocks=largest_blocks(live, view.recording.stacks, time_ns),
+        by_line=_line_bytes(live, view.recording.stacks),
         others=_other_peaks(view, place.row),
         by_category=category_shares(categories.items()),
         layers=layers,
@@ -122,6 +132,19 @@ def largest_blocks(live: AllocationTable, stacks: Stacks, time_ns: int | None) -
             )
         )
     return blocks
+
+
+def _line_bytes(live: AllocationTable, stacks: Stacks) -> list[LineBytes]:
+    """Return the ten (line, category) that hold most of some live allocations, largest first."""
+    rows, stack = np.unique(live.stack, return_inverse=True)
+    places = Strings.intern([own_frame(stacks[row]) if row >= 0 else None for row in rows.tolist()])
+    place = places.take(stack.reshape(-1))
+    count = sum_by(np.ones(len(live), dtype=np.int64), place, live.category)
+    return [
+        LineBytes(place=key[0], category=str(key[1]), bytes=size, blocks=count[key])
+        for key, size in sum_by(live.size, place, live.category).items()
+        if key[0] is not None
+    ][:_LINES]
 
 
 def _other_peaks(view: PreparedRecording, but: int) -> list[OtherPeak]:

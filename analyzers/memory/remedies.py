@@ -13,7 +13,7 @@ from fsdp2prof.analyzers.memory.prepared import PreparedRecording, live_at
 from fsdp2prof.labels import is_root, qualified_fqn
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.peak import Remedy
-from fsdp2prof.tables import NEVER, AllocationTable, BoolArray, Stacks
+from fsdp2prof.tables import NEVER, AllocationTable, BoolArray, IntArray, Stacks
 
 _CAST = re.compile(r"aten::(?:_to_copy|to_dtype|to_device|to\b|float)")
 _NUMBERED = re.compile(r"(.*?)\d+$")
@@ -56,13 +56,21 @@ def kept_gathered(manifest: RankManifest | None) -> set[str]:
 
 
 def kept_gradients(view: PreparedRecording, order: int, manifest: RankManifest | None) -> BoolArray:
-    """Mask of the unsharded gradients that are live at ``order`` and stay until the next forward begins."""
+    """Mask of the unsharded gradients that are live at ``order`` and wait for another micro-batch.
+
+    The next forward begins in their life, before the optimizer's step.
+    """
     rows = view.allocations
-    forward = np.append(np.sort(rows.alloc_order[rows.phase.equals("forward")]), NEVER - 1)
-    following = forward[np.searchsorted(forward[:-1], rows.alloc_order, side="right")]
-    kept = rows.category.equals("unsharded_gradient") & (rows.free_order > following)
+    forward, optimizer = _next_of(rows, "forward", NEVER - 1), _next_of(rows, "optimizer", NEVER)
+    kept = rows.category.equals("unsharded_gradient") & (rows.free_order > forward) & (forward < optimizer)
     one_micro_batch = manifest is not None and manifest.micro_batches == 1  # an evaluation's, a closure's
     return kept & live_at(rows, order) & (not one_micro_batch)
+
+
+def _next_of(rows: AllocationTable, phase: str, end: int) -> IntArray:
+    """Order of the next allocation of a phase after each row; ``end`` where there is none."""
+    orders = np.append(np.sort(rows.alloc_order[rows.phase.equals(phase)]), end)
+    return np.asarray(orders[np.searchsorted(orders[:-1], rows.alloc_order, side="right")])
 
 
 def remedies_at(
@@ -86,8 +94,8 @@ def remedies_at(
     loss_bytes = _size(live, loss) + (requested if request and request.in_loss else 0)
     casts = loss & live.op.matches(lambda name: _CAST.match(name) is not None)
     resharded, ahead = _gathered(live, fqn, manifest)
-    workspaces = live.op.matches(lambda name: name.endswith("(workspace)"))
-    batch = _held(live, "activation", "input", "temporary") - _size(live, workspaces)
+    of_batch = live.category.matches(lambda name: name in ("activation", "input", "temporary"))
+    of_batch &= ~live.op.matches(lambda name: name.endswith("(workspace)")) & ~live.phase.equals("optimizer")
     states = _held(live, "sharded_parameter", "sharded_gradient", "optimizer_state")
     recomputed = _recomputable(view, live, loss)
     unused = _unused(view, order)
@@ -95,7 +103,7 @@ def remedies_at(
         "chunked_loss": loss_bytes * (_CHUNKS - 1) // _CHUNKS,
         "low_precision_logits": _size(live, casts),
         "activation_checkpointing": recomputed[1],
-        "smaller_batch": (batch + requested) // 2,
+        "smaller_batch": (_size(live, of_batch) + requested) // 2,
         "reshard_after_forward": resharded,
         "less_prefetch": ahead,
         "reduced_gradients": int(view.allocations.size[kept_gradients(view, order, manifest)].sum()),

@@ -59,6 +59,18 @@ class LiveBlock:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LineBytes:
+    """Live bytes of one category that one line of the model or script allocated."""
+
+    place: str
+    """The innermost Python frame outside torch, path cut short."""
+    category: str
+    bytes: int
+    blocks: int
+    """Number of allocations."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OtherPeak:
     """The highest total while one layer ran in one phase, and the step that had it."""
 
@@ -86,6 +98,8 @@ class Peak:
     """Host time of the peak; null where the recording has no times."""
     largest_blocks: list[LiveBlock] = field(default_factory=list)
     """The ten largest allocations alive at the peak, largest first."""
+    by_line: list[LineBytes] = field(default_factory=list)
+    """The ten lines that hold most at the peak, largest first; empty where no stack has a Python frame."""
     others: list[OtherPeak] = field(default_factory=list)
     """The highest totals elsewhere, one a (phase, fqn), highest first."""
     by_category: list[CategoryBytes] = field(default_factory=list)

@@ -286,6 +286,54 @@ def test_shards_are_found_by_their_sizes(tmp_path: Path):
     assert peak.categories["optimizer_state"] == 0
 
 
+def _stack(*frames: tuple[str, str, int]) -> list[dict[str, Any]]:
+    return [{"name": name, "filename": file, "line": line} for name, file, line in frames]
+
+
+_FORWARD = _stack(("forward", "/code/model.py", 7), ("_call_impl", "/lib/torch/nn/modules/module.py", 9))
+_BACKWARD = _stack(("torch::autograd::Engine::thread_main()", "??", 0))
+_OPTIMIZER = _stack(("wrapper", "/lib/torch/optim/optimizer.py", 3), ("main", "/code/train.py", 20))
+_WORKSPACE = _stack(("at::cuda::getNewWorkspace()", "??", 0))
+
+
+def test_a_training_without_fsdp_is_known_by_stacks_and_sizes(tmp_path: Path):
+    """12 parameters of 3 sizes from before; their gradients live to see the optimizer make Adam's states."""
+    sizes = [4000 + 40 * (index % 3) for index in range(12)]
+    t = Training()
+    t.segment(9 << 40, [(4096, size, "active_allocated") for size in sizes])
+    t.get("saved", 9000, frames=_FORWARD).get("other", 1000, frames=_FORWARD)
+    t.get("passing", 600, frames=_BACKWARD).drop("passing")
+    t.get("workspace", 8000, frames=_WORKSPACE + _BACKWARD)
+    for index, size in enumerate(sizes):
+        t.get(f"gradient {index}", size, frames=_BACKWARD)
+    t.drop("saved", "other")
+    for index, size in enumerate(sizes):
+        t.get(f"exp_avg {index}", size, frames=_OPTIMIZER).get(f"exp_avg_sq {index}", size, frames=_OPTIMIZER)
+    t.get("scratch", 700, frames=_OPTIMIZER).drop("scratch")
+    t.get("next", 9000, frames=_FORWARD)
+    rank = analyze(t.read(tmp_path))
+    held = {name: size for name, size in rank.peak.categories.items() if size}
+    assert held == {
+        "unsharded_parameter": sum(sizes),
+        "unsharded_gradient": sum(sizes),
+        "optimizer_state": 2 * sum(sizes),
+        "activation": 9000,
+        "temporary": 8000,
+    }
+    # gradients that wait for the optimizer wait for no other micro-batch
+    assert {one.action for one in rank.remedies} == {
+        "smaller_batch",
+        "wider_sharding",
+        "activation_checkpointing",
+    }
+    assert next(one for one in rank.remedies if one.action == "smaller_batch").saves_bytes == 9000 // 2
+    lines = [(one.place, one.category, one.bytes, one.blocks) for one in rank.peak.by_line]
+    assert lines == [
+        ("code/train.py:20:main", "optimizer_state", 2 * sum(sizes), 24),
+        ("code/model.py:7:forward", "activation", 9000, 1),
+    ]
+
+
 @given(
     st.lists(
         st.tuples(st.integers(-1, 30), st.integers(1, 30), st.integers(1, 100), st.booleans()), max_size=25

@@ -161,18 +161,25 @@ def _layers(analysis: TraceAnalysis) -> list[Section]:
 
 
 def _peak(analysis: MemoryAnalysis) -> list[Section]:
-    """Return the fullest rank's peak by kind, each with the layer that holds most of it."""
+    """Return the fullest rank's peak by kind, each with the layer, or the line, that holds most of it."""
     if not analysis.ranks:
         return []
     rank = analysis.ranks[0]
     peak = rank.peak
-    columns = [
-        c.category(),
-        c.size("bytes"),
-        c.percent("frac"),
-        c.name("layer", "largest holder", of=lambda row: _fullest(peak, row.category)),
-        c.size("layer_bytes", "bytes", of=lambda row: _bytes_of_fullest(peak, row.category)),
-    ]
+    if any(layer.fqns != [None] for layer in peak.layers):
+        holder = [
+            c.name("layer", "largest holder", of=lambda row: _fullest(peak, row.category)),
+            c.size("layer_bytes", "bytes", of=lambda row: _bytes_of_fullest(peak, row.category)),
+        ]
+    else:
+        line = {one.category: one for one in reversed(peak.by_line)}
+        holder = [
+            c.name(
+                "line", "most allocated at", of=lambda row: getattr(line.get(row.category), "place", None)
+            ),
+            c.size("line_bytes", "bytes", of=lambda row: getattr(line.get(row.category), "bytes", None)),
+        ]
+    columns = [c.category(), c.size("bytes"), c.percent("frac"), *holder]
     where = f"in {peak.phase}" if peak.fqn is None else f"in {peak.phase} of {peak.fqn or 'the root'}"
     table = c.table(
         "by_category",

@@ -122,6 +122,7 @@ def _peak_sections(analysis: MemoryAnalysis) -> list[Section]:
             "Memory by layer and block",
             tables.layer_memory_table(peak) if known else None,
             tables.block_table(rank),
+            tables.line_table(rank),
             detail=True,
         ),
     ]

@@ -146,6 +146,14 @@ def block_table(rank: RankMemory) -> Table:
     return c.table("largest_blocks", title, columns, rows, known=True, limit=_BLOCK_ROWS, noun="block")
 
 
+def line_table(rank: RankMemory) -> Table:
+    """Return the lines of the program that hold most at the peak."""
+    columns = [c.name("place", "allocated at"), c.category(), c.size("bytes"), c.number("blocks")]
+    return c.table(
+        "by_line", "Memory at the peak by line", columns, rank.peak.by_line, known=True, noun="line"
+    )
+
+
 def _op(block: LiveBlock) -> str | None:
     """An operator that is only the line of the program says nothing beside that line."""
     same = block.op is not None and block.place is not None and block.op.endswith(block.place)
