@@ -140,11 +140,11 @@ def _line_bytes(live: AllocationTable, stacks: Stacks) -> list[LineBytes]:
     places = Strings.intern([own_frame(stacks[row]) if row >= 0 else None for row in rows.tolist()])
     place = places.take(stack.reshape(-1))
     count = sum_by(np.ones(len(live), dtype=np.int64), place, live.category)
-    return [
+    lines = [
         LineBytes(place=key[0], category=str(key[1]), bytes=size, blocks=count[key])
         for key, size in sum_by(live.size, place, live.category).items()
-        if key[0] is not None
-    ][:_LINES]
+    ]
+    return lines[:_LINES] if places.values else []
 
 
 def _other_peaks(view: PreparedRecording, but: int) -> list[OtherPeak]:

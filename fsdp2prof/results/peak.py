@@ -62,8 +62,8 @@ class LiveBlock:
 class LineBytes:
     """Live bytes of one category that one line of the model or script allocated."""
 
-    place: str
-    """The innermost Python frame outside torch, path cut short."""
+    place: str | None
+    """The innermost Python frame outside torch, path cut short; null where no stack has a Python frame."""
     category: str
     bytes: int
     blocks: int
@@ -99,7 +99,8 @@ class Peak:
     largest_blocks: list[LiveBlock] = field(default_factory=list)
     """The ten largest allocations alive at the peak, largest first."""
     by_line: list[LineBytes] = field(default_factory=list)
-    """The ten lines that hold most at the peak, largest first; empty where no stack has a Python frame."""
+    """The ten lines that hold most at the peak, largest first; empty where no stack has a Python frame.
+    What has no such frame, of one category, counts as one line."""
     others: list[OtherPeak] = field(default_factory=list)
     """The highest totals elsewhere, one a (phase, fqn), highest first."""
     by_category: list[CategoryBytes] = field(default_factory=list)
