@@ -12,7 +12,8 @@ in ``post_backward_reduce``                 sharded_gradient if it outlives the 
                                             reduce_scatter_buffer
 in ``post_backward_accumulate``             unsharded_gradient; so in ``post_backward_reshard`` without sync
 in ``inputs_to_device``                     input
-in the optimizer                            optimizer_state if it outlives the step, else temporary
+in the optimizer                            optimizer_state if it outlives the step, or was there before the
+                                            history began, else temporary
 elsewhere in backward                       activation if recomputed; unsharded_gradient if reduced,
                                             accumulated or outliving the backward; else temporary.
                                             Outside labels the next allocation of an optimizer or
@@ -227,6 +228,7 @@ def _lifetime_rules(rules: _Rules, attributed: Attributed) -> None:
     known = allocations.alloc_order >= 0
     phase = {name: known & allocations.phase.equals(name) for name in ("forward", "backward", "optimizer")}
     rules.put("optimizer_state", phase["optimizer"] & _outlives(allocations, known & ~phase["optimizer"]))
+    rules.put("optimizer_state", ~known & allocations.phase.equals("optimizer"))
     rules.put("temporary", phase["optimizer"])
     rules.put("activation", phase["forward"] & _outlives(allocations, phase["backward"]))
     unlabelled = phase["backward"] & (attributed.alloc_row < 0)
@@ -281,15 +283,18 @@ def place_shards(allocations: AllocationTable, attributed: Attributed) -> Alloca
     whole model: ranks and dtypes are the same everywhere. If exactly one ratio turns the sizes of all
     unsharded parameters into sizes of blocks that were there before the history began, as often as each
     occurs, those are the shards; two more sets of the same sizes are Adam's states. Blocks of equal size are
-    interchangeable, so layers and categories add up whichever block is whose. Without FSDP the gradients of
-    one backward take the place of the unsharded parameters, with the ratio 1.
+    interchangeable, so layers and categories add up whichever block is whose. Parameters outlive the last
+    step; without FSDP the gradients of one backward take their place with the ratio 1. Of the other blocks of
+    these sizes, gradients of the step before are freed before that backward, and states that an optimizer
+    replaces after it.
     """
     model = _first_unsharded(allocations, attributed)
     sharded = len(model) > 0
     if not sharded:
         model = _gradients_of_step(allocations)
     before = (allocations.alloc_order < 0) & allocations.category.equals("unattributed")
-    rows = np.flatnonzero(before)
+    lasting = allocations.free_order > _last_work(allocations)
+    rows = np.flatnonzero(before & lasting)
     found = _ratio(allocations.size[model], allocations.size[rows])
     if found is None or not (sharded or found[0] == 1):
         return allocations
@@ -305,10 +310,21 @@ def place_shards(allocations: AllocationTable, attributed: Attributed) -> Alloca
         for parameter in model.tolist():
             row = by_size[int(int(allocations.size[parameter]) * ratio)].pop(0)
             category[row], fqn[row] = name, allocations.fqn[parameter]
+    if not sharded:
+        backward = int(allocations.alloc_order[model].min())
+        for row in np.flatnonzero(before & ~lasting & np.isin(allocations.size, allocations.size[model])):
+            early = allocations.free_order[row] < backward
+            category[row] = "unsharded_gradient" if early else "optimizer_state"
     codes = [_CATEGORIES.index(str(name)) for name in category]
     return allocations.with_columns(
         category=Strings(np.array(codes, dtype=np.int32), _CATEGORIES), fqn=Strings.intern(fqn)
     )
+
+
+def _last_work(allocations: AllocationTable) -> int:
+    """Order of the last allocation of a forward, a backward or an optimizer."""
+    work = (allocations.alloc_order >= 0) & ~_is_outside(allocations)
+    return int(allocations.alloc_order[work].max(initial=-1))
 
 
 def _gradients_of_step(allocations: AllocationTable) -> IntArray:

@@ -276,14 +276,15 @@ def _held_across_streams(view: PreparedRecording) -> Iterator[Finding]:
 
 
 def _gradients_kept(view: PreparedRecording) -> Iterator[Finding]:
-    """Sharded gradients that are alive while a forward runs: they were not set to None."""
+    """Gradients that are alive while a forward runs, and reduced already: they were not set to None."""
     rows = view.allocations
     forward = rows.alloc_order[rows.phase.equals("forward") & (rows.alloc_order >= 0)]
     if len(forward):
         first = int(forward.min())
-        kept = (
-            rows.category.equals("sharded_gradient") & (rows.alloc_order < first) & (rows.free_order > first)
-        )
+        backward = rows.alloc_order[rows.phase.equals("backward") & (rows.alloc_order > first)]
+        old = rows.category.equals("unsharded_gradient") & (rows.free_order < backward.min(initial=NEVER))
+        kept = (rows.category.equals("sharded_gradient") | old) & (rows.alloc_order < first)
+        kept &= rows.free_order > first
         yield from _of_peak("gradients_not_none", int(rows.size[kept].sum()), view.peak_bytes)
 
 

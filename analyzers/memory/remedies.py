@@ -58,19 +58,21 @@ def kept_gathered(manifest: RankManifest | None) -> set[str]:
 def kept_gradients(view: PreparedRecording, order: int, manifest: RankManifest | None) -> BoolArray:
     """Mask of the unsharded gradients that are live at ``order`` and wait for another micro-batch.
 
-    The next forward begins in their life, before the optimizer's step.
+    The next forward begins in their life, before the optimizer's step, and so does the backward after it.
     """
     rows = view.allocations
-    forward, optimizer = _next_of(rows, "forward", NEVER - 1), _next_of(rows, "optimizer", NEVER)
-    kept = rows.category.equals("unsharded_gradient") & (rows.free_order > forward) & (forward < optimizer)
+    forward = _next_of(rows, "forward", rows.alloc_order, NEVER - 1)
+    backward = _next_of(rows, "backward", forward, NEVER - 1)
+    kept = rows.category.equals("unsharded_gradient") & (rows.free_order > backward)
+    kept &= forward < _next_of(rows, "optimizer", rows.alloc_order, NEVER)
     one_micro_batch = manifest is not None and manifest.micro_batches == 1  # an evaluation's, a closure's
     return kept & live_at(rows, order) & (not one_micro_batch)
 
 
-def _next_of(rows: AllocationTable, phase: str, end: int) -> IntArray:
-    """Order of the next allocation of a phase after each row; ``end`` where there is none."""
+def _next_of(rows: AllocationTable, phase: str, after: IntArray, end: int) -> IntArray:
+    """Order of the next allocation of a phase after each of some; ``end`` where there is none."""
     orders = np.append(np.sort(rows.alloc_order[rows.phase.equals(phase)]), end)
-    return np.asarray(orders[np.searchsorted(orders[:-1], rows.alloc_order, side="right")])
+    return np.asarray(orders[np.searchsorted(orders[:-1], after, side="right")])
 
 
 def remedies_at(

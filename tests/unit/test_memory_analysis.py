@@ -337,6 +337,38 @@ def test_a_training_without_fsdp_is_known_by_stacks_and_sizes(tmp_path: Path):
     ]
 
 
+def test_what_an_earlier_step_left_without_fsdp(tmp_path: Path):
+    """Old gradients are freed before the backward, replaced states inside the optimizer's step."""
+    sizes = [4000 + 40 * (index % 3) for index in range(12)]
+    whole = sum(sizes)
+    t = Training()
+    t.segment(9 << 40, [(4096, size, "active_allocated") for size in sizes])  # the parameters
+    t.segment(8 << 40, [(4096, 5000, "active_allocated")], stream=0)
+    t.segments[-1]["blocks"][0]["frames"] = _OPTIMIZER
+    for index, size in enumerate(sizes):
+        t.hold(f"old gradient {index}", size)
+        t.hold(f"old state {index}", size)
+    t.get("saved", 9000, frames=_FORWARD)
+    t.drop(*(f"old gradient {index}" for index in range(12)))  # zero_grad() after the forward
+    for index, size in enumerate(sizes):
+        t.get(f"gradient {index}", size, frames=_BACKWARD)
+    t.drop("saved")
+    for index, size in enumerate(sizes):
+        t.get(f"state {index}", size, frames=_OPTIMIZER).drop(f"old state {index}")
+    t.get("scratch", 700, frames=_OPTIMIZER).drop("scratch")
+    analysis = analyze_memory([(0, t.read(tmp_path), None)])
+    held = {name: size for name, size in analysis.ranks[0].peak.categories.items() if size}
+    assert held == {
+        "unsharded_parameter": whole,
+        "unsharded_gradient": whole,
+        "optimizer_state": whole + 5000,
+        "activation": 9000,
+    }
+    found = {finding.id: finding for finding in analysis.findings}
+    assert found["gradients_not_none"].evidence["bytes"] == whole
+    assert not {"unsharded_gradients", "optimizer_first_step"} & set(found)
+
+
 @given(
     st.lists(
         st.tuples(st.integers(-1, 30), st.integers(1, 30), st.integers(1, 100), st.booleans()), max_size=25
