@@ -149,6 +149,19 @@ def _of_gradients(book: Book, mine: list[Charge]) -> bool:
     return part >= _SAME_SIZE and len({one.each_bytes for one in same}) > 1
 
 
+def _of_ignored(book: Book, mine: list[Charge], count: float) -> bool:
+    """Whether all-reduces carry gradients of parameters that FSDP ignores, one by one."""
+    manifest = next((one for one in book.manifests if one.param_groups), None)
+    held = [] if manifest is None else manifest.unsharded or []
+    ignored = [one.nbytes for one in held if one.kind == "parameter" and one.requires_grad]
+    same = sum(one.count for one in mine if one.each_bytes in ignored)
+    return (
+        len(ignored) > 1
+        and count >= _SAME_SIZE * len(ignored)
+        and same >= _SAME_SIZE * sum(one.count for one in mine)
+    )
+
+
 def _own_count(book: Book) -> float:
     """Count FSDP's collectives a step: on gloo, a few small ones beside them cost what their latency is."""
     return sum(one.count for one in book.left("communication")) / book.rank_steps
@@ -187,6 +200,11 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     if again:
         more += " Their sizes are those of the gradients' shards, which FSDP has reduced already."
         change = f"Delete {site or 'these all-reduces'}: FSDP reduces gradients in backward."
+    elif kind == "all_reduce" and _of_ignored(book, mine, count):
+        more += (
+            " Their sizes are those of the parameters that FSDP ignores, whose gradients it does not reduce."
+        )
+        change = fill(wordings("ledger")["outside_fsdp/ignored"]["change"], {"site": site})
     elif kind == "all_reduce" and all(phases[phase] >= _PART_OF_MODEL * cost for phase in _MODELS):
         more += " The model's forward and backward issue them, as synchronized batch statistics do."
         change = fill(wordings("ledger")["outside_fsdp/in_model"]["change"], {"site": site})

@@ -235,8 +235,8 @@ def _operations(book: Book) -> dict[int, dict[int, int]]:
     found: dict[int, dict[int, int]] = defaultdict(dict)
     for rank in book.analysis.ranks:
         for step in rank.steps:
-            if step.flops:
-                found[step.step][rank.rank] = step.flops
+            if step.work:
+                found[step.step][rank.rank] = step.work
     return {step: ranks for step, ranks in found.items() if len(ranks) == len(book.analysis.ranks) > 1}
 
 

@@ -30,6 +30,13 @@ def with_replays(
     return _changed(replace(analysis, what_if=list(tried)), replace(ledger, entries=entries))
 
 
+def asked_for(analysis: TraceAnalysis, limits: FindingThresholds) -> set[str]:
+    """Return the changes whose replay gives remedies of the ledger their gains, of losses worth a finding."""
+    entries = [] if analysis.ledger is None else analysis.ledger.entries
+    remedies = [one.remedy for one in entries if one.frac >= limits.min_cost_frac]
+    return {one.what_if for one in remedies if one is not None and one.what_if is not None}
+
+
 def with_room(analysis: TraceAnalysis, thresholds: FindingThresholds | None = None) -> TraceAnalysis:
     """Return the analysis of a run whose memory is known to be far from full: recomputation can be saved."""
     ledger = analysis.ledger
@@ -87,13 +94,13 @@ def _replayed(
     remedy = entry.remedy
     if remedy is None or remedy.what_if is None:
         return entry
-    rows = [row for row in tried if _answers(row.change, remedy.what_if) and row.gained_ns is not None]
+    rows = [row for row in tried if answers(row.change, remedy.what_if) and row.gained_ns is not None]
     best = max(rows, key=lambda row: row.gained_ns or 0.0, default=None)
     if best is None:
         return entry
     gain = min(entry.ns, max(0.0, best.gained_ns or 0.0))
     part = min(entry.frac, max(0.0, best.gained_frac or 0.0))
-    severity = severity_of(part, limits, on_device)
+    severity = "info" if entry.severity == "info" else severity_of(part, limits, on_device)
     return replace(
         entry,
         severity=severity,
@@ -118,7 +125,7 @@ def _replayed(
     )
 
 
-def _answers(change: str, wanted: str) -> bool:
+def answers(change: str, wanted: str) -> bool:
     """Whether a change that was tried is the one a remedy asks for; of a prefetch, any depth of its phase."""
     if wanted.startswith("without straggler:"):
         return change.startswith("without straggler:") and wanted.split(":")[1] in change.split(":")[1].split(

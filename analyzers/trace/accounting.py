@@ -296,8 +296,8 @@ ATTENTION = re.compile(r"aten::_scaled_dot_product_\w+?_attention(?:_for_cpu)?(_
 """Attention; its first group is there in a backward one."""
 _MOST = 1 << 56
 """A minute of the fastest accelerator; and a step's sum fits 64 bits."""
-_UNSIZED = ("aten::convolution", "aten::convolution_backward")
-"""Operators whose output size their recorded inputs do not give."""
+_CONVOLUTION, _BACKWARD = "aten::convolution", "aten::convolution_backward"
+"""Operators whose recorded inputs alone do not give what they compute."""
 
 
 def step_flops(trace: Trace, steps: StepTable) -> IntArray:
@@ -305,18 +305,62 @@ def step_flops(trace: Trace, steps: StepTable) -> IntArray:
 
     Unknown without recorded shapes, and where the recorded inputs do not say how much was computed.
     """
+    return _summed(trace, steps, {})
+
+
+def step_work(trace: Trace, steps: StepTable) -> IntArray:
+    """Return as :func:`step_flops`, with convolutions: the same measure on ranks that train one model.
+
+    A convolution's output is as large as the gradient that its backward takes; where forward has none, it is
+    unknown. Each backward counts as two products, although the first layer's may be one.
+    """
+    names, dims = trace.events.name.take(trace.shapes.event), trace.shapes.dims
+    return _summed(trace, steps, _convolutions(set(zip(names.to_list(), dims.to_list(), strict=True))))
+
+
+def _convolutions(calls: set[tuple[str | None, str | None]]) -> dict[tuple[str, str], int]:
+    """Return the operations of convolutions by operator and ``Input Dims``; -1 unknown."""
+    forward: dict[str, set[int]] = {}
+    found: dict[tuple[str, str], int] = {}
+    for name, dims in calls:
+        if name == _BACKWARD and dims is not None:
+            shapes = msgspec.json.decode(dims)[:3]
+            if len(shapes) < 3 or not all(_is_shape(shape, 3) for shape in shapes):
+                found[name, dims] = -1
+                continue
+            made, given, weight = shapes
+            transposed = weight[0] == given[1] and (weight[0] != made[1] or prod(made[2:]) > prod(given[2:]))
+            product = 2 * prod(given if transposed else made) * prod(weight[1:])
+            found[name, dims] = 2 * product if product <= _MOST else -1
+            forward.setdefault(str([given, weight]), set()).add(product)
+    for name, dims in calls:
+        if name == _CONVOLUTION and dims is not None:
+            products = forward.get(str(msgspec.json.decode(dims)[:2]), set())
+            found[name, dims] = products.pop() if len(products) == 1 else -1
+    return found
+
+
+def _summed(trace: Trace, steps: StepTable, convolutions: dict[tuple[str, str], int]) -> IntArray:
+    """Sum up the operations of each step; -1 where those of an operator are not known."""
     events, shapes = trace.events, trace.shapes
     names = events.name.take(shapes.event)
     pairs: dict[tuple[int, int], int] = {}
     for key in zip(names.codes.tolist(), shapes.dims.codes.tolist(), strict=True):
         if key not in pairs:
-            pairs[key] = operations(names.values[key[0]], shapes.dims.values[key[1]])
+            name, dims = names.values[key[0]], shapes.dims.values[key[1]] if key[1] >= 0 else "[]"
+            pairs[key] = convolutions.get((name, dims), operations(name, dims))
     keys = zip(names.codes.tolist(), shapes.dims.codes.tolist(), strict=True)
     known = np.array([pairs[key] for key in keys], dtype=np.int64)
-    unsized = events.name.matches(lambda name: name in _UNSIZED)
-    counted = events.name.matches(lambda name: name in PRODUCTS or ATTENTION.fullmatch(name) is not None)
+    counted = events.name.matches(
+        lambda name: (
+            name in PRODUCTS or name in (_CONVOLUTION, _BACKWARD) or ATTENTION.fullmatch(name) is not None
+        )
+    )
     counted[shapes.event] = False
-    lost = np.concatenate([np.flatnonzero(unsized | counted), shapes.event[known < 0]])
+    unsized = np.zeros(0, dtype=np.int64)
+    if not convolutions:
+        unsized = np.flatnonzero(events.name.matches(lambda name: name in (_CONVOLUTION, _BACKWARD)))
+    lost = np.concatenate([np.flatnonzero(counted), unsized, shapes.event[known < 0]])
     total = np.zeros(len(steps) + 1, dtype=np.int64)
     missing = np.zeros(len(steps) + 1, dtype=np.int64)
     np.add.at(total, _step(trace, steps, shapes.event), np.maximum(known, 0))

@@ -24,7 +24,7 @@ from fsdp2prof.analyzers.ranks import summary as rank_summary
 from fsdp2prof.analyzers.ranks.summary import DeviceWork, RankSummary
 from fsdp2prof.analyzers.steps import Window, unrecorded_step, window_count
 from fsdp2prof.analyzers.trace import by_layer
-from fsdp2prof.analyzers.trace.accounting import breakdown, step_flops
+from fsdp2prof.analyzers.trace.accounting import breakdown, step_flops, step_work
 from fsdp2prof.analyzers.trace.charges import rank_charges
 from fsdp2prof.analyzers.trace.evaluation import layer_paces
 from fsdp2prof.analyzers.trace.idle import host_syncs, idle_causes
@@ -396,11 +396,13 @@ def _computing_dtype(analyses: Iterable[RankAnalysis]) -> str | None:
 
 def _steps(tables: RankTables) -> list[StepBreakdown]:
     steps = breakdown(tables.parts, tables.windows, tables.collectives, tables.exposure)
-    flops = dict(
-        zip(tables.analysed.step.tolist(), step_flops(tables.trace, tables.analysed).tolist(), strict=True)
+    numbers = tables.analysed.step.tolist()
+    flops, work = (
+        {step: count for step, count in zip(numbers, counts.tolist(), strict=True) if count >= 0}
+        for counts in (step_flops(tables.trace, tables.analysed), step_work(tables.trace, tables.analysed))
     )
     return [
-        replace(step, idle_ns=causes, flops=count if (count := flops.get(step.step, -1)) >= 0 else None)
+        replace(step, idle_ns=causes, flops=flops.get(step.step), work=work.get(step.step))
         for step, causes in zip(steps, idle_causes(tables), strict=True)
     ]
 

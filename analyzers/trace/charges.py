@@ -26,6 +26,7 @@ from fsdp2prof.analyzers.trace.script import (
     DOUBLE,
     FORWARDS,
     LOOK_NS,
+    OF_FORWARD,
     ONE_BY_ONE,
     REBUILT,
     WHY,
@@ -466,6 +467,10 @@ def _on_the_device(tables: RankTables, host: Intervals) -> Intervals:
     return intervals.union(starts[first[some]], end[some])
 
 
+_NODE = "autograd::engine::evaluate_function: "
+"""How the range of one of autograd's nodes begins."""
+
+
 def _recomputed(tables: RankTables) -> Intervals:
     """When activation checkpointing ran a forward again, as the recorder or the labels of modules say."""
     labels = tables.trace.labels
@@ -481,10 +486,37 @@ def _recomputed(tables: RankTables) -> Intervals:
     )
     rows = rows[phase.equals("backward")]
     spans = [_until_post_forward(tables, kinds, row) for row in rows.tolist()]
-    found = [span for span in spans if span is not None]
+    found = [*(span for span in spans if span is not None), *_forwards_in_nodes(tables)]
     start = np.array([one[0] for one in found], dtype=np.int64)
     end = np.array([one[1] for one in found], dtype=np.int64)
     return _on_the_device(tables, intervals.union(start, end))
+
+
+def _forwards_in_nodes(tables: RankTables) -> list[tuple[int, int]]:
+    """Return where autograd's nodes run forwards: from the first operator of forward alone to the last.
+
+    A checkpoint runs its forward again, all of it, when the first of its nodes needs what was not saved.
+    FSDP's hooks leave no label there.
+    """
+    events = tables.trace.events
+    rows = np.flatnonzero(events.name.matches(OF_FORWARD.__contains__) & (events.thread >= 0))
+    place = find_rows(tables.phases, events.thread[rows].astype(np.int64), events.start_ns[rows])
+    rows = rows[tables.phases.phase.lookup(place).equals("backward")]
+    if not len(rows):
+        return []
+    nodes = np.flatnonzero(events.name.matches(lambda name: name.startswith(_NODE)) & (events.thread >= 0))
+    found: list[tuple[int, int]] = []
+    for thread in intervals.distinct(events.thread[rows]):
+        its, mine = nodes[events.thread[nodes] == thread], rows[events.thread[rows] == thread]
+        node = intervals.innermost(events.start_ns[its], events.end_ns[its], events.start_ns[mine])
+        mine, node = mine[node >= 0], node[node >= 0]
+        _, which = np.unique(node, return_inverse=True)
+        start = np.full(which.max(initial=-1) + 1, np.iinfo(np.int64).max)
+        end = np.zeros_like(start)
+        np.minimum.at(start, which, events.start_ns[mine])
+        np.maximum.at(end, which, events.end_ns[mine])
+        found += zip(start.tolist(), end.tolist(), strict=True)
+    return found
 
 
 def _until_post_forward(tables: RankTables, kinds: list[str | None], row: int) -> tuple[int, int] | None:

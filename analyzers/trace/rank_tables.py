@@ -203,6 +203,13 @@ _HOW_LOST = (
     "fewer steps at a time."
 )
 
+_COUNTERS = "cuda_profiler_range"
+"""Category of CUPTI's measurements of hardware counters."""
+_COUNTED = (
+    "The profiler measured hardware counters instead, which leave no times of kernels: record without "
+    "profiler_metrics in the profiler's experimental_config."
+)
+
 _ALWAYS = StepTable(
     step=np.zeros(1, dtype=np.int64),
     start_ns=np.full(1, np.iinfo(np.int64).min),
@@ -332,7 +339,8 @@ def _missing_records(
         known = [f"{len(calls):,} launches are in it"] if len(calls) else []
         if manifest is not None and _used_gpu(manifest):
             known.append(f"the rank ran on {manifest.device.name or 'a GPU'}")
-        told = [f"no record of the device, although {' and '.join(known)}; no step is analysed. {_HOW_LOST}"]
+        why = _COUNTED if trace.events.category.equals(_COUNTERS).any() else _HOW_LOST
+        told = [f"no record of the device, although {' and '.join(known)}; no step is analysed. {why}"]
     elif incomplete:
         shown = [f"{one.missing:,} of {one.launches:,} in step {one.step}" for one in incomplete[:_SHOWN]]
         if len(incomplete) > _SHOWN:

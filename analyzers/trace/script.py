@@ -37,7 +37,7 @@ DOUBLE = WHY.index("float64")
 ANOMALY = "anomaly"
 ONE_BY_ONE = "one_by_one"
 FORWARDS = "forwards"
-_OF_FORWARD = frozenset(
+OF_FORWARD = frozenset(
     f"aten::{name}"
     for name in ("linear", "layer_norm", "group_norm", "batch_norm", "scaled_dot_product_attention", "conv1d",
                  "conv2d", "conv3d")
@@ -119,7 +119,7 @@ class Script:
         tables = self._tables
         counts: dict[int, Counter[str]] = defaultdict(Counter)
         for rows, place in self._threads:
-            only = tables.trace.events.name.take(rows).matches(_OF_FORWARD.__contains__)
+            only = tables.trace.events.name.take(rows).matches(OF_FORWARD.__contains__)
             mine, phase = rows[only], tables.phases.phase.lookup(place[only])
             at = intervals.containing(
                 tables.analysed.start_ns, tables.analysed.end_ns, tables.trace.events.start_ns[mine]

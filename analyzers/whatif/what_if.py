@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp2prof.analyzers.ledger.replayed import with_replays
+from fsdp2prof.analyzers.layers import numbered
+from fsdp2prof.analyzers.ledger.replayed import answers, asked_for, with_replays
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds
 from fsdp2prof.analyzers.ranks.summary import RankSummary
 from fsdp2prof.analyzers.trace.analysis import RankAnalysis, analyze_trace, merge
@@ -79,14 +80,17 @@ def what_if(
     before = merge([one.analysis for one in ranks], manifests=manifests)
     replayed = replay_job([(one.program, one.analysis.summary) for one in ranks])
     best: WhatIfChange | None
+    cannot = _cannot_be_replayed(before)
     if changes:
         change = _together(changes)
+        if cannot is not None:
+            raise InputError(f"{path}: {change.text}: cannot be replayed: {cannot}")
         changed, tried = _try(replayed, change)
         if changed is None:
             raise InputError(f"{path}: {change.text}: {tried.reason}")
         rows, best = [tried], tried
     else:
-        rows = try_single_changes(replayed, _stragglers(before))
+        rows = try_each(replayed, single_changes(replayed.job, _stragglers(before)), cannot)
         best = _best(rows)
         changed = None
         if best is not None:
@@ -123,12 +127,15 @@ def _best(rows: Sequence[WhatIfChange]) -> WhatIfChange | None:
     return next(iter(own or applied), None)
 
 
-def try_single_changes(recorded: Ran, stragglers: Sequence[int] = ()) -> list[WhatIfChange]:
-    """Try every single change on a recorded run; the most gained first, then those that do not apply.
+def try_each(recorded: Ran, changes: Sequence[Change], cannot: str | None = None) -> list[WhatIfChange]:
+    """Try single changes on a recorded run; the most gained first, then those that do not apply.
 
-    Late ranks together are listed where they gain more than the latest of them alone.
+    Late ranks together are listed where they gain more than the latest of them alone. ``cannot`` is why no
+    change can be tried.
     """
-    rows = [_try(recorded, change)[1] for change in single_changes(recorded.job, stragglers)]
+    if cannot is not None:
+        return [_row(change, reason=cannot) for change in changes]
+    rows = [_try(recorded, change)[1] for change in changes]
     alone = max((row.gained_ns or 0.0 for row in rows if _late_ranks(row) == 1), default=0.0)
     rows = [row for row in rows if _late_ranks(row) < 2 or (row.gained_ns or 0.0) > alone * _CLEARLY_MORE]
     return sorted(rows, key=lambda row: -row.gained_ns if row.gained_ns is not None else float("inf"))
@@ -141,10 +148,36 @@ def _late_ranks(row: WhatIfChange) -> int:
 
 
 def with_what_ifs(
-    analysis: TraceAnalysis, recorded: Ran, thresholds: FindingThresholds | None = None
+    analysis: TraceAnalysis,
+    ranks: Sequence[tuple[RankProgram, RankSummary]],
+    thresholds: FindingThresholds | None = None,
+    *,
+    remedies_only: bool = False,
 ) -> TraceAnalysis:
-    """Return an analysis with every single change tried, and the ledger's remedies with what they gain."""
-    return with_replays(analysis, try_single_changes(recorded, _stragglers(analysis)), thresholds)
+    """Return an analysis with every single change tried, and the ledger's remedies with what they gain.
+
+    With ``remedies_only``, only the changes that are remedies of the ledger are tried, and none is listed.
+    """
+    wanted = asked_for(analysis, thresholds or FindingThresholds())
+    if remedies_only and not wanted:
+        return analysis
+    cannot = _cannot_be_replayed(analysis)
+    recorded = replay_job(ranks)
+    changes = single_changes(recorded.job, _stragglers(analysis))
+    if remedies_only:
+        changes = [one for one in changes if any(answers(one.text, text) for text in wanted)]
+    replayed = with_replays(analysis, try_each(recorded, changes, cannot), thresholds)
+    return replace(replayed, what_if=analysis.what_if) if remedies_only else replayed
+
+
+def _cannot_be_replayed(analysis: TraceAnalysis) -> str | None:
+    """Return why no replay says anything of a job: its ranks take turns on a device."""
+    entries = [] if analysis.ledger is None else analysis.ledger.entries
+    shared = next((one.evidence.get("ranks") for one in entries if one.id == "sharing_a_device"), None)
+    if not isinstance(shared, list):
+        return None
+    ranks = numbered("rank", [int(str(rank)) for rank in shared])
+    return f"{ranks} share a device, where their kernels take turns"
 
 
 def sentence(row: WhatIfChange) -> str:

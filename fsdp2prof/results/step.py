@@ -38,6 +38,9 @@ class StepBreakdown:
     flops: int | None = None
     """Floating-point operations of matrix products and attention, recomputation included; null without
     recorded shapes, or with operators whose shapes do not tell (convolutions)."""
+    work: int | None = None
+    """The same with convolutions, whose first backward may count twice: it compares ranks that train one
+    model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -233,9 +233,10 @@ def _merged_traces(job: JobFiles, reduced: Sequence[Reduced], options: TraceOpti
     result = merge(analyses, references, list(job.manifests.values()))
     programs = [(one.program, one.analysis.summary) for one in traces if one.program is not None]
     if programs and result.totals.windows and not any(one.rank.misses_records for one in analyses):
-        from fsdp2prof.analyzers.whatif.what_if import replay_job, with_what_ifs
+        from fsdp2prof.analyzers.whatif.what_if import with_what_ifs
 
-        result = with_what_ifs(result, replay_job(programs), references.thresholds)
+        everything = options.get("what_if", False)
+        result = with_what_ifs(result, programs, references.thresholds, remedies_only=not everything)
     return replace(result, warnings=[*job.traces.warnings, *unreadable, *result.warnings])
 
 
@@ -273,6 +274,7 @@ def _works(
             trace=trace_of.get(rank),
             memory=tuple(memory_of.get(rank, ())),
             options=options,
+            ranks=len(trace_of),
         )
         for rank in sorted(trace_of.keys() | memory_of.keys())
     ]

@@ -107,7 +107,7 @@ def _traced(job: JobFiles) -> tuple[dict[int, dict[int, RankStep]], list[int | N
     flops: list[int | None] = []
     for one in ranks:
         for step in one.rank.steps:
-            flops.append(step.flops)
+            flops.append(step.work)
             parts = step.breakdown_ns
             waited = (
                 parts.exposed_all_gather

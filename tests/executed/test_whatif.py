@@ -16,13 +16,13 @@ from synthetic.strategies import schedules
 from fsdp2prof.analyzers.trace.analysis import analyze_tables
 from fsdp2prof.analyzers.trace.analysis import analyze_trace as analyze_trace_of
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
-from fsdp2prof.analyzers.whatif.changes import latencies, parse_change, parse_without
+from fsdp2prof.analyzers.whatif.changes import latencies, parse_change, parse_without, single_changes
 from fsdp2prof.analyzers.whatif.edits import reduced_once
 from fsdp2prof.analyzers.whatif.program import Activity, Point, RankProgram
 from fsdp2prof.analyzers.whatif.recorded import program_of
 from fsdp2prof.analyzers.whatif.run import run
 from fsdp2prof.analyzers.whatif.warp import replayed_trace
-from fsdp2prof.analyzers.whatif.what_if import replay_job, sentence, try_single_changes
+from fsdp2prof.analyzers.whatif.what_if import replay_job, sentence, try_each
 from fsdp2prof.errors import InputError, TraceError, UsageError
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
@@ -231,7 +231,7 @@ def test_of_two_late_ranks_only_both_together_give_the_time_back(tmp_path: Path)
     alone = analyze_trace(open_job(traces(tmp_path / "alone", *[schedule(quick)] * 4)))
     ranks, _ = recorded_ranks(open_job(base))
     recorded_run = replay_job([(one.program, one.analysis.summary) for one in ranks])
-    rows = {row.change: row for row in try_single_changes(recorded_run, [2, 3])}
+    rows = {row.change: row for row in try_each(recorded_run, single_changes(recorded_run.job, [2, 3]))}
     one, both = (rows[f"without straggler:{late}"].gained_ns or 0.0 for late in ("3", "2,3"))
     assert one < 0.01 * both
     recorded = analyze_trace(open_job(base)).totals.step_ns or 0.0
@@ -310,9 +310,12 @@ def test_the_verdict_is_about_what_a_script_can_change(tmp_path: Path) -> None:
 
 def test_the_ledger_says_what_its_remedies_gained_on_the_recording(tmp_path: Path) -> None:
     base = traces(tmp_path / "base", schedule(transformer(5, sync=True)))
-    plain = analyze_trace(open_job(base)).ledger
+    plain = analyze_trace(open_job(base), what_if=False).ledger
+    remedied = analyze_trace(open_job(base))
     analysis = analyze_trace(open_job(base), what_if=True)
     assert plain is not None
+    assert (remedied.verdict, remedied.findings) == (analysis.verdict, analysis.findings)
+    assert remedied.what_if == []
     assert analysis.ledger is not None
     assert {one.remedy.basis for one in plain.entries if one.remedy} == {"bound"}
     (sync,) = [one for one in analysis.ledger.entries if one.id == "host_sync"]

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.profiler import profile, record_function
+from torch.utils.flop_counter import FlopCounterMode
 
+from fsdp2prof.analyzers.steps import host_steps
+from fsdp2prof.analyzers.trace.accounting import step_flops, step_work
 from fsdp2prof.estimators.timeline.operators import work_of
+from fsdp2prof.readers.trace.chrome_trace import read_trace
 
 aten = torch.ops.aten
 
@@ -72,3 +79,32 @@ def test_the_gradient_of_a_class_is_written_alone() -> None:
     work = work_of(aten.nll_loss_backward.default, (one, logits, target, None, 1, -100, one), {}, logits)
     assert work is not None
     assert work.bytes == 4 * 4 * 1000
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (nn.Conv2d(4, 4, 3, stride=2, padding=1, groups=2), (2, 4, 9, 9)),
+        (nn.Conv1d(4, 6, 3, dilation=2), (2, 4, 12)),
+        (nn.ConvTranspose2d(6, 6, 4, stride=2, padding=1), (2, 6, 5, 5)),
+        (nn.ConvTranspose2d(6, 4, 3, groups=2), (2, 6, 5, 5)),
+        (nn.Sequential(nn.Conv3d(3, 5, 3), nn.Flatten(), nn.Linear(5 * 8, 7)), (2, 3, 4, 4, 4)),
+    ],
+)
+def test_the_work_of_convolutions_is_three_times_what_torch_counts_forward(
+    model: nn.Module, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Backward is two products as large. (Torch counts those of the weights of groups too high.)"""
+    given = torch.randn(shape, requires_grad=True)
+    with FlopCounterMode(display=False) as counted:
+        model(given)
+    with profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+        with record_function("ProfilerStep#1"):
+            model(given).sum().backward()
+        with record_function("ProfilerStep#2"), torch.no_grad():
+            nn.Conv2d(1, 1, 2)(torch.zeros(1, 1, 3, 3))
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    trace = read_trace(tmp_path / "trace.json")
+    steps = host_steps(trace.labels)
+    assert step_work(trace, steps).tolist() == [3 * counted.get_total_flops(), -1]
+    assert step_flops(trace, steps).tolist() == [-1, -1]

@@ -133,6 +133,15 @@ def test_ranks_that_share_a_gpu_explain_their_waits(
     assert not [step for rank in analysis["trace"]["ranks"] for step in rank["incomplete_steps"] or ()]
 
 
+@pytest.mark.parametrize(("name", "recomputes"), [("checkpointing", True), ("plain", False)])
+def test_recomputed_forwards_are_seen_without_labels(
+    name: str, recomputes: bool, from_a_gpu: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """FSDP2's hooks leave no label in a forward that a checkpoint inside or around its module runs again."""
+    causes = analysed(capfd, "run", from_a_gpu(name))["trace"]["ledger"]["causes_ns"]
+    assert (causes.get("recompute", 0) > 0) == recomputes
+
+
 def test_cuda_graphs_that_are_recorded_again_come_first(
     from_a_gpu: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -172,6 +172,22 @@ def test_a_kernel_with_metadata_is_placed_through_its_launch() -> None:
     assert {key: found[key] for key in expected} == expected
 
 
+def test_functional_collectives_of_nccl_have_their_bytes() -> None:
+    """Tensor parallelism's, as NCCL's process group describes them: the gathered and the whole input."""
+    sizes = {"allgather_into_tensor_coalesced": (64, 256), "reduce_scatter_tensor_coalesced": (256, 64)}
+    for collective, (given, made) in sizes.items():
+        trace = labelled()
+        op = collective.removesuffix("_coalesced").replace("allgather", "all_gather")
+        trace.host(f"_c10d_functional::{op}", 250, 290)
+        trace.host(f"c10d::{collective}_", 255, 288)
+        described = AG | {"collective": collective, "in_nelems": given, "out_nelems": made}
+        trace.host("record_param_comms", 256, 287, **described)
+        trace.device("ncclDevKernel_Generic(ncclDevComm*)", 300, 380, launch=270)
+        found = only(rank_tables(trace.build()))
+        assert (found["payload_bytes"], found["wire_bytes"]) == (512, 384)
+        assert (found["process_group"], found["fqn"]) == ("1", None)
+
+
 def test_metadata_of_the_operator_serves_a_kernel_without() -> None:
     trace = labelled()
     trace.host("c10d::_allgather_base_", 25, 38)

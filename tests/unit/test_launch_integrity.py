@@ -106,6 +106,16 @@ def test_steps_that_lost_records_are_named_first_and_left_out(
         assert (found.findings, found.advice, len(found.verdict)) == ([], [], 1)
 
 
+def test_a_profile_of_hardware_counters_is_not_called_lost(tmp_path: Path) -> None:
+    path = spoilt(tmp_path / "trace.json.gz", lambda work: work)
+    assert "The profiler lost them" in analysis(path).warnings[0]
+    document = json.loads(gzip.decompress(path.read_bytes()))
+    counted = {"ph": "X", "cat": "cuda_profiler_range", "name": "gemm", "pid": 0, "tid": 0, "ts": 1, "dur": 1}
+    document["traceEvents"].append(counted | {"args": {"smsp__sass_thread_inst_executed.sum": 4866048}})
+    path.write_bytes(gzip.compress(json.dumps(document).encode(), 1))
+    assert "hardware counters" in analysis(path).warnings[0]
+
+
 @pytest.mark.parametrize("lost", [_one_stream, _copies])
 def test_of_a_real_trace_a_kind_of_work_is_missed(
     real_data: Path, tmp_path: Path, lost: Callable[[list[Event]], list[Event]]

@@ -22,6 +22,7 @@ from fsdp2prof.manifest import (
     RankManifest,
     RootInfo,
     StepInfo,
+    UnshardedInfo,
 )
 from fsdp2prof.results.communication import LateRank, LateRanks
 from fsdp2prof.results.ledger import Ledger, LedgerEntry
@@ -92,6 +93,35 @@ def test_gradients_that_fsdp_reduced_are_not_to_be_reduced_at_all(
     assert first.id == "all_reduce_outside_fsdp"
     assert first.remedy is not None
     assert first.remedy.change.startswith("Delete all_reduce() in train.py:7 (sync)") == deleted
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "count", "together"), [(2048, 10, True), (2048, 4, False), (512, 10, False)]
+)
+def test_gradients_of_ignored_parameters_are_reduced_together_and_not_less_often(
+    nbytes: int, count: int, together: bool
+) -> None:
+    """Ten parameters of 2 KiB that FSDP ignores; all-reduces of that size, one for each, or others."""
+    whole: dict[str, Any] = {
+        "root": 0,
+        "shape": [512],
+        "dtype": "float32",
+        "nbytes": 2048,
+        "requires_grad": True,
+    }
+    ignored = [UnshardedInfo(kind="parameter", fqn=f"adapters.{i}", **whole) for i in range(10)]
+    manifest = msgspec.structs.replace(sharded(), unsharded=ignored)
+    reduced = {
+        "cause": "other_communication",
+        "ns": 5 * MS,
+        "op": "all_reduce",
+        "site": "all_reduce() in a.py:7 (f)",
+    }
+    reduced |= {"count": count, "bytes": count * nbytes, "each_bytes": nbytes}
+    (first,) = told(ledger_of([reduced], [manifest]))
+    assert first.remedy is not None
+    assert ("Flatten these gradients" in first.remedy.change) == together
+    assert ("less often" in first.remedy.change) != together
 
 
 @pytest.mark.parametrize("phase", ["backward", "other"])
@@ -471,14 +501,19 @@ def test_two_backwards_of_one_forward_are_no_micro_batches(forwards: int, remedy
     analysis = trace_analysis()
     rows = [replace(row, count=2) if row.op == "reduce_scatter" else row for row in analysis.groups]
     reduced = Charge(rank=0, step=0, cause="communication", ns=20 * MS, op="reduce_scatter", phase="backward")
+    gathered = replace(reduced, op="all_gather")
     charges = [
-        replace(reduced, rank=rank.rank, step=step.step) for rank in analysis.ranks for step in rank.steps
+        replace(one, rank=rank.rank, step=step.step)
+        for rank in analysis.ranks
+        for step in rank.steps
+        for one in (reduced, gathered)
     ]
     ledger = with_ledger(replace(analysis, groups=rows), charges, [manifest]).ledger
     assert ledger is not None
     (first,) = [one for one in told(ledger) if one.id == "reduced_every_micro_batch"]
     assert first.remedy is not None
     assert remedy in first.remedy.change
+    assert first.ns == (20 if forwards == 1 else 10) * MS, "a second backward gathers, too"
 
 
 @pytest.mark.parametrize(("own_ms", "named"), [(10, True), (15, False)])

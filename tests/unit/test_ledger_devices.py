@@ -16,10 +16,12 @@ from synthetic import Outside, Schedule, record, transformer, write_run
 from synthetic.strategies import schedules
 
 from fsdp2prof.backends import allocates, kernel_name
+from fsdp2prof.errors import InputError
 from fsdp2prof.results.ledger import LedgerEntry
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job.job_files import open_job
+from fsdp2prof.workflows.whatif import what_if
 
 MS = 1_000_000
 
@@ -168,6 +170,18 @@ def test_links_are_not_judged_between_ranks_that_share_a_device(tmp_path: Path) 
     assert told(found) == []
     assert {"sharing_a_device"} <= set(entries(found))
     assert not {"slow_links", "straggler"} & set(entries(found))
+
+
+def test_nothing_is_replayed_of_ranks_that_share_a_device(tmp_path: Path) -> None:
+    slow_inside_a_host(tmp_path, lambda one: one["device"].update(index=0))
+    job = open_job(tmp_path / "run")
+    tried = analyze_trace(job, workers=1, what_if=True).what_if
+    assert tried
+    assert {row.gained_ns for row in tried} == {None}
+    assert all("share a device" in (row.reason or "") for row in tried)
+    assert what_if(job).shown is None
+    with pytest.raises(InputError, match="ranks 0 and 1 share a device"):
+        what_if(job, settings=["bandwidth=2x"])
 
 
 def test_waiting_for_a_rank_that_compiles_is_charged_to_its_compiling(tmp_path: Path) -> None:

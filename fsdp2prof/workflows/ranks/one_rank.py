@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from fsdp2prof.workflows.ranks.cluster import Cluster
 
 
+REPLAYED_RANKS = 64
+"""A larger job is replayed where that is asked for: every rank's program takes memory and time."""
+
+
 class TraceOptions(TypedDict, total=False):
     """How the traces of a job are analysed; each has a default."""
 
@@ -49,7 +53,8 @@ class TraceOptions(TypedDict, total=False):
     """Where each rank is read: ``local`` or a Dask scheduler's address; by default here."""
     references: References
     what_if: bool
-    """Also try, by replaying the recording, what would make a step faster; off by default."""
+    """Also try, by replaying the recording, what would make a step faster. By default the remedies of the
+    ledger alone are tried, in jobs of at most ``REPLAYED_RANKS`` ranks; False tries nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +65,8 @@ class RankWork:
     trace: RankFile | None = None
     memory: tuple[RankFile, ...] = ()
     options: TraceOptions = field(default_factory=TraceOptions)
+    ranks: int = 1
+    """Of the job, whose traces are read."""
     workers: int | None = None
     """Processes that decode one file; by default what it is worth."""
     keep_fullest: bool = False
@@ -220,7 +227,7 @@ def _reduce_trace(work: RankWork, file: RankFile) -> tuple[ReducedTrace, RankTab
     if whose is not None and whose != file.rank:
         told.append(f"{trace.source}: is a trace of rank {whose}, read as that of rank {file.rank}")
     program: RankProgram | None = None
-    if work.options.get("what_if"):
+    if work.options.get("what_if", work.ranks <= REPLAYED_RANKS):
         from fsdp2prof.analyzers.whatif.recorded import program_of
 
         program = program_of(tables, analysis.summary)
