@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Literal
 
 from fsdp2prof.analyzers.findings import finding
+from fsdp2prof.analyzers.ranks.late_ranks import chance
 from fsdp2prof.errors import InputError
 from fsdp2prof.results.balance import BalanceCheck, BalancedRank, BalancedStep, TokenBalance
 from fsdp2prof.results.finding import Finding, Severity
@@ -20,8 +21,9 @@ _WORTH_FRAC = 0.03
 """Part of a step from which an imbalance is worth a finding."""
 _HIGH_FRAC = 0.15
 _PADDING_FRAC = 0.1
-_FEW_STEPS, _ALWAYS_FRAC = 3, 0.8
-"""Steps, and the part of them, in which a rank that is always behind is the slowest."""
+_FEW_STEPS, _ALWAYS_FRAC, _CHANCE = 3, 0.8, 0.1
+"""Steps, and the part of them, in which a rank that is always behind is the slowest; how likely some rank would
+be so among equal ones."""
 _EXPLAINED_FRAC = 0.5
 
 
@@ -225,14 +227,15 @@ def _judged(check: BalanceCheck, *, is_even: bool) -> BalanceCheck:
 def _imbalance(check: BalanceCheck, *, is_even: bool) -> list[Finding]:
     findings: list[Finding] = []
     first = check.ranks[0]
-    is_always = len(check.steps) >= _FEW_STEPS and first.slowest_steps >= _ALWAYS_FRAC * len(check.steps)
+    steps, slowest = len(check.steps), first.slowest_steps
+    is_always = steps >= _FEW_STEPS and slowest >= _ALWAYS_FRAC * steps
+    is_always = is_always and chance(steps, slowest, len(check.ranks)) <= _CHANCE
     varying_ns = check.varying_ns if is_always else check.lost_ns
     if is_always and check.step_ns and check.constant_ns / check.step_ns >= _WORTH_FRAC:
         always = {"rank": first.rank, "behind_ns": first.behind_ns, "slowest_steps": first.slowest_steps}
         severity = _severity(check.constant_ns / check.step_ns)
-        findings.append(
-            finding("balance", "rank_always_behind", always, severity=severity, behind=check.constant_ns)
-        )
+        key = "rank_always_behind/even" if is_even else "rank_always_behind"
+        findings.append(finding("balance", key, always, severity=severity, behind=check.constant_ns))
     if check.step_ns and varying_ns / check.step_ns >= _WORTH_FRAC:
         findings.append(_varying(check, varying_ns, is_even=is_even))
     return findings

@@ -127,7 +127,7 @@ def _recompute(book: Book) -> None:
     if times < _NESTED:
         book.enter(mine, "recomputation")
         return
-    gain = sum(one.ns for one in mine) * min(1.0, times - 1)
+    gain = sum(one.ns for one in mine) * (times - 1) / times
     book.enter(mine, "nested_checkpoints", gain_ns=gain, times=times)
 
 

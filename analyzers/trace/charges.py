@@ -222,7 +222,8 @@ class _Charging:
         sizes = np.maximum(tables.trace.events.bytes[work.event].astype(np.int64), 0)
         host_copy = _between_host_and_device(tables, mask)
         outside = is_outside(phase)
-        issued = work.launch_ns[row] if len(tables.device) else start
+        # The line of a long operator on a CPU was seen during it, not as it began.
+        issued = work.launch_ns[row] if len(tables.device) else (start + end) // 2
         why, site, sites = self._script.at(issued, outside[row], looped=not len(tables.device))
         if kind == "compute":
             why = np.where((why == 0) & _in_double(tables, work.event)[row], DOUBLE, why)

@@ -96,11 +96,16 @@ def judge(case: Case, folder: Path, *, mended: bool = False) -> Judgement:
 
 
 def said(analysed: Mapping[str, Any]) -> list[Said]:
-    """Return every cause with a remedy in its order: of the ledger, then findings about the set-up."""
+    """Return every cause with a remedy in its order.
+
+    First comes the finding that the verdict begins with, then the ledger's, then others about the set-up.
+    """
     ledger = (analysed.get("trace") or {}).get("ledger")
-    causes = [*(_causes(ledger) if ledger else ()), *_savings(analysed)]
+    findings = list(_findings(analysed))
+    first = [one for one in findings if one.message in analysed["verdict"][:1]]
+    causes = [*first, *(_causes(ledger) if ledger else ()), *_savings(analysed)]
     named = {one.id for one in causes}
-    return [*causes, *(one for one in _findings(analysed) if one.id not in named)]
+    return [*causes, *(one for one in findings if one.id not in named)]
 
 
 def _causes(ledger: Mapping[str, Any]) -> Iterator[Said]:

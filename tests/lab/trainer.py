@@ -47,7 +47,13 @@ class Switches:
     length: int = 64
     micro_batches: int = 1
     model: str = "transformer"
-    """``transformer``, ``mlp``, ``conv`` or ``lstm``."""
+    """``transformer``, ``mlp``, ``conv``, ``lstm`` or ``cells``, which run once for each element."""
+    attention: str = "fused"
+    """``fused``, or ``heads``: one product after the other."""
+    adapters: int = 0
+    """Parameters that FSDP ignores, and whose gradients the script reduces."""
+    backwards: int = 1
+    """Through each forward."""
     optimizer: str = "adamw"
     """``adamw``, ``sgd``, ``lbfgs`` or ``own``, written in the script."""
     wrap: str = "blocks"
@@ -135,9 +141,9 @@ def parse(arguments: Iterable[str]) -> Switches:
 class Block(nn.Module):
     """Pre-norm attention and feed-forward."""
 
-    def __init__(self, dim: int, heads: int, wide: int, products: int) -> None:
+    def __init__(self, dim: int, heads: int, wide: int, products: int, by_heads: bool) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.by_heads = heads, by_heads
         self.products = products
         self.attention_norm = nn.LayerNorm(dim)
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
@@ -150,7 +156,10 @@ class Block(nn.Module):
         batch, length, dim = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, dim // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        if self.by_heads:
+            attended = by_heads(query, key, value)
+        else:
+            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).reshape(batch, length, dim))
         for _ in range(self.products):
             torch.mm(self.more, self.more)
@@ -158,6 +167,17 @@ class Block(nn.Module):
 
     more = torch.ones(512, 512)
     """Operand of a slow rank's additional products."""
+
+
+def by_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention as a paper writes it, each head of each sequence for itself."""
+    mask = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).triu(1)
+    attended = []
+    for batch in range(query.shape[0]):
+        for head in range(query.shape[1]):
+            scores = query[batch, head] @ key[batch, head].T / query.shape[-1] ** 0.5
+            attended.append(scores.masked_fill(mask, -torch.inf).softmax(-1) @ value[batch, head])
+    return torch.stack(attended).view_as(query)
 
 
 class Transformer(nn.Module):
@@ -168,14 +188,23 @@ class Transformer(nn.Module):
         slow = s.slow_rank == dist.get_rank()
         self.embedding = nn.Embedding(s.vocab, s.dim)
         self.layers = nn.ModuleList(
-            Block(s.dim, s.heads, s.wide_layer or 1 if i == s.layers // 2 else 1, s.slow_products * slow)
+            Block(
+                s.dim,
+                s.heads,
+                s.wide_layer or 1 if i == s.layers // 2 else 1,
+                s.slow_products * slow,
+                s.attention == "heads",
+            )
             for i in range(s.layers)
         )
+        self.adapters = nn.ParameterList(nn.Parameter(torch.zeros(s.dim)) for _ in range(s.adapters))
         self.norm = nn.LayerNorm(s.dim)
         self.head = nn.Linear(s.dim, s.vocab, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
+        for adapter in self.adapters:
+            x = x + adapter
         for layer in self.layers:
             x = layer(x)
         logits: Tensor = self.head(self.norm(x))
@@ -196,19 +225,31 @@ class Features(nn.Module):
             return nn.Sequential(nn.Linear(s.dim, 4 * s.dim), nn.GELU(), nn.Linear(4 * s.dim, s.dim))
         if s.model == "conv":
             return nn.Sequential(nn.Conv1d(s.dim, s.dim, 3, padding=1), nn.BatchNorm1d(s.dim), nn.ReLU())
-        return nn.LSTM(s.dim, s.dim, batch_first=True)
+        return nn.GRUCell(s.dim, s.dim) if s.model == "cells" else nn.LSTM(s.dim, s.dim, batch_first=True)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
             if isinstance(layer, nn.LSTM):
                 x = layer(x)[0]
+            elif isinstance(layer, nn.GRUCell):
+                x = along(layer, x)
             elif isinstance(layer, nn.Sequential) and isinstance(layer[0], nn.Conv1d):
                 x = layer(x.transpose(1, 2)).transpose(1, 2)
             else:
                 x = x + layer(x)
         logits: Tensor = self.head(x)
         return logits
+
+
+def along(cell: nn.Module, x: Tensor) -> Tensor:
+    """Run a cell once for each element of sequences."""
+    state = torch.zeros_like(x[:, 0])
+    states = []
+    for element in x.unbind(1):
+        state = cell(element, state)
+        states.append(state)
+    return torch.stack(states, 1)
 
 
 class Tokens(Dataset[Tensor]):
@@ -265,7 +306,8 @@ def wrap(model: nn.Module, s: Switches) -> nn.Module:
     if s.wrap == "parts":
         for name in ("embedding", "head"):
             fully_shard(getattr(model, name), **common)
-    fully_shard(model, **(common | ({"reshard_after_forward": True} if s.root_reshards else {})))
+    ignored = {"ignored_params": set(model.adapters)} if s.adapters else {}  # type: ignore[arg-type]
+    fully_shard(model, **(common | ignored | ({"reshard_after_forward": True} if s.root_reshards else {})))
     return model
 
 
@@ -397,12 +439,16 @@ class Trainer:
                 loss.detach().item()
             if self.s.sleep_rank == dist.get_rank():
                 time.sleep(self.s.sleep_ms / 1000)
-            loss.backward()
+            for left in reversed(range(self.s.backwards)):
+                loss.backward(retain_graph=left > 0)
         return loss.detach()
 
     def before_update(self) -> None:
         s = self.s
         self.do("BEFORE_UPDATE")
+        for adapter in self.model.adapters if s.adapters else ():  # type: ignore[union-attr]
+            dist.all_reduce(adapter.grad)
+            adapter.grad.div_(dist.get_world_size())
         if s.clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         if s.clip_by_full_tensors:

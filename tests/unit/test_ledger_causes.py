@@ -467,16 +467,17 @@ def test_a_collective_and_the_work_at_its_place_are_one_gain(line: int, count: i
     assert sum(one.total_ns for one in ledger.entries) == ledger.total_ns
 
 
-@pytest.mark.parametrize(("again", "gain_ms"), [(8, None), (16, 10), (12, 5)])
+@pytest.mark.parametrize(("again", "gain_ms"), [(8, None), (16, 5), (12, 10 / 3)])
 def test_checkpoints_inside_checkpoints_recompute_forwards_more_than_once(
-    again: int, gain_ms: int | None
+    again: int, gain_ms: float | None
 ) -> None:
-    """10 ms of forwards that labels show to be recomputed; operators of eight forwards run again."""
+    """10 ms of recomputed forwards; operators of eight forwards run again."""
     spent: dict[str, Any] = {"cause": "recompute", "phase": "backward"}
     counts = spent | {"ns": 0, "why": "forwards"}
     counted = [counts | {"count": 8, "phase": "forward"}, counts | {"count": again}]
     found = told(ledger_of([spent | {"ns": 10 * MS}, *counted]))
-    assert [one.remedy and one.remedy.gain_ns for one in found] == ([] if gain_ms is None else [gain_ms * MS])
+    gains = [one.remedy.gain_ns for one in found if one.remedy]
+    assert gains == ([] if gain_ms is None else [pytest.approx(gain_ms * MS)])
 
 
 @pytest.mark.parametrize("count", [1, 0])
