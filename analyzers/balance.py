@@ -22,8 +22,8 @@ _WORTH_FRAC = 0.03
 _HIGH_FRAC = 0.15
 _PADDING_FRAC = 0.1
 _FEW_STEPS, _ALWAYS_FRAC, _CHANCE = 3, 0.8, 0.1
-"""Steps, and the part of them, in which a rank that is always behind is the slowest; how likely some rank would
-be so among equal ones."""
+"""Steps, and the part of them, in which a rank that is always behind is the slowest; how likely one of equal
+ranks may be so."""
 _EXPLAINED_FRAC = 0.5
 
 
