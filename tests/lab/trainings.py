@@ -475,7 +475,7 @@ TRAININGS: list[Case] = [
         "gathered_repeatedly",
         "module that calls",
         {},
-        {"length": 2},
+        None,
         mended={"wrap": "whole"},
         common={"model": "cells", "length": 24, "layers": 2},
         excused="python_loop",  # it is one, too

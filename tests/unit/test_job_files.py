@@ -121,6 +121,13 @@ def test_a_folder_without_traces(tmp_path: Path, content: str | None) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_the_only_file_says_why_it_is_no_trace_though_folders_lie_beside(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "a.json").write_text('{"a": 1}')
+    with pytest.raises(TraceError, match="no traceEvents in it"):
+        analyze_trace(open_job(tmp_path))
+
+
 def test_a_single_file(tmp_path: Path) -> None:
     assert named(find_traces(trace(tmp_path / "rank3.json")), tmp_path) == {3: "rank3.json"}
     assert named(find_traces(trace(tmp_path / "x.json", rank=2)), tmp_path) == {2: "x.json"}

@@ -46,8 +46,8 @@ def find_traces(root: Path, iteration: int | None = None) -> Found:
     """
     refused: list[str] = []
     for depth, level in enumerate(_levels(root)):
-        refused.clear()
-        likely = _likely_traces(root, level, depth)
+        if likely := _likely_traces(root, level, depth):
+            refused.clear()
         if candidates := [found for path in likely if (found := _peeked(root, path, refused))]:
             return of_one_job(root, "trace", candidates, iteration, refused)
     reason = refused[0] if len(refused) == 1 else "no *.json, *.json.gz or *.sqlite file in it is a trace"
