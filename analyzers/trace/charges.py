@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +19,13 @@ from fsdp2prof.analyzers.ledger.charges import Charge, CollectivePieces, RankCha
 from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.steps import STEP_LABEL
 from fsdp2prof.analyzers.trace.accounting import PRODUCTS
+from fsdp2prof.analyzers.trace.activities import (
+    beginning_in,
+    compiling,
+    on_the_device,
+    recomputed,
+    recording_graphs,
+)
 from fsdp2prof.analyzers.trace.evaluation import evaluation
 from fsdp2prof.analyzers.trace.idle import host_calls, idle_parts
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
@@ -26,7 +34,6 @@ from fsdp2prof.analyzers.trace.script import (
     DOUBLE,
     FORWARDS,
     LOOK_NS,
-    OF_FORWARD,
     ONE_BY_ONE,
     REBUILT,
     WHY,
@@ -36,7 +43,6 @@ from fsdp2prof.analyzers.trace.script import (
 from fsdp2prof.analyzers.trace.spans import loading_rows
 from fsdp2prof.analyzers.trace.waits import charging_order
 from fsdp2prof.backends import kernel_name
-from fsdp2prof.labels import RECOMPUTED, parse_label
 from fsdp2prof.tables import BoolArray, IntArray, Strings
 
 _IDLE = {
@@ -66,8 +72,6 @@ WORKERS = "workers"
 """Why a batch was not there, where worker processes make it."""
 GRAPHS = "graphs"
 """Why torch.compile works in a step, where it records CUDA graphs."""
-_RECORDS_A_GRAPH = "CUDAGraphNode.record (dynamo_timed)"
-_RUNS_COMPILED = "## Call CompiledFxGraph"
 
 
 def rank_charges(tables: RankTables, rank: int) -> RankCharges:
@@ -136,8 +140,8 @@ class _Charging:
         self._tables, self._rank = tables, rank
         self._sums: dict[Charge, list[int]] = defaultdict(lambda: [0, 0, 0])
         evaluated = evaluation(tables)
-        self._evaluating = _on_the_device(tables, evaluated.host)
-        self._recomputing = _recomputed(tables)
+        self._evaluating = on_the_device(tables, evaluated.host)
+        self._recomputing = recomputed(tables)
         self._script = Script(tables)
         for step, checks in self._script.gradient_checks():
             self._add(step, "compute", 0, phase="backward", why=ANOMALY, count=checks)
@@ -158,7 +162,7 @@ class _Charging:
     def charges(self) -> list[Charge]:
         """Return them, without a charge of nothing."""
         return [
-            _with(key, ns, count, size)
+            replace(key, ns=ns, count=count, bytes=size)
             for key, (ns, count, size) in self._sums.items()
             if ns or (count and (key.cause == "evaluation" or key.why in _COUNTED))
         ]
@@ -257,7 +261,7 @@ class _Charging:
             summed(np.where(first, sizes[row], 0)),
             strict=True,
         )
-        for (at, when, layer, name, copies, reason, line), own, evaluated, recomputed, count, size in spans:
+        for (at, when, layer, name, copies, reason, line), own, evaluated, rerun, count, size in spans:
             step = int(tables.windows.step[at])
             where = phase.values[when] if when >= 0 else None
             module = fqn.values[layer] if layer >= 0 else None
@@ -267,15 +271,15 @@ class _Charging:
             place |= {"site": sites[line] if line >= 0 else None, "why": WHY[reason]}
             self._add(step, cause, own, count=count, size=size, **place)
             self._add(step, "evaluation", evaluated, fqn=module, phase=where)
-            self._add(step, "recompute", recomputed, phase=where)
+            self._add(step, "recompute", rerun, phase=where)
 
     def idle(self, parts: dict[str, Intervals]) -> Intervals:
         """Charge idle time but for callers that a collective blocks, which is returned."""
-        graphs = _recording_graphs(self._tables)
-        stops, parts["device_sync"] = _beginning_in(parts.get("device_sync", intervals.EMPTY), graphs)
+        graphs = recording_graphs(self._tables)
+        stops, parts["device_sync"] = beginning_in(parts.get("device_sync", intervals.EMPTY), graphs)
         known = {
             "recording_graphs": graphs,
-            "compilation": _compiling(self._tables),
+            "compilation": compiling(self._tables),
             "garbage_collection": self._tables.sighted.collections,
             "allocation": host_calls(self._tables, backends.allocates),
         }
@@ -435,145 +439,6 @@ def _says_nothing(name: str) -> bool:
     return name.startswith(
         (STEP_LABEL, "FSDP::", "fsdp2prof::root", "Optimizer.", "autograd::", "gloo:", "nccl:")
     )
-
-
-def _with(key: Charge, ns: int, count: int, size: int) -> Charge:
-    return Charge(
-        rank=key.rank,
-        step=key.step,
-        cause=key.cause,
-        ns=ns,
-        fqn=key.fqn,
-        phase=key.phase,
-        op=key.op,
-        site=key.site,
-        why=key.why,
-        count=count,
-        bytes=size,
-    )
-
-
-def _on_the_device(tables: RankTables, host: Intervals) -> Intervals:
-    """Turn stretches of host time into the device's: from the first activity launched in them to the next."""
-    if not len(tables.device) or not len(host.start):
-        return host
-    work = tables.work
-    launched = np.flatnonzero(work.launch_ns >= 0)
-    launched = launched[np.argsort(work.launch_ns[launched], kind="stable")]
-    starts = np.append(work.start_ns[launched], np.iinfo(np.int64).max // 2)
-    first = np.searchsorted(work.launch_ns[launched], host.start)
-    after = np.searchsorted(work.launch_ns[launched], host.end)
-    some = after > first
-    end = np.where(after < len(launched), starts[after], work.end_ns.max(initial=0))
-    return intervals.union(starts[first[some]], end[some])
-
-
-_NODE = "autograd::engine::evaluate_function: "
-"""How the range of one of autograd's nodes begins."""
-
-
-def _recomputed(tables: RankTables) -> Intervals:
-    """When activation checkpointing ran a forward again, as the recorder or the labels of modules say."""
-    labels = tables.trace.labels
-    own = labels.name.equals(RECOMPUTED)
-    if own.any():
-        return _on_the_device(tables, intervals.union(labels.start_ns[own], labels.end_ns[own]))
-    parsed = [parse_label(name) for name in labels.name.values]
-    kinds = [None if label is None else label.kind for label in parsed]
-    before = np.array([kind == "pre_forward" for kind in kinds] + [False])[labels.name.codes]
-    rows = np.flatnonzero(before)
-    phase = tables.phases.phase.lookup(
-        find_rows(tables.phases, labels.thread[rows].astype(np.int64), labels.start_ns[rows])
-    )
-    rows = rows[phase.equals("backward")]
-    spans = [_until_post_forward(tables, kinds, row) for row in rows.tolist()]
-    found = [*(span for span in spans if span is not None), *_forwards_in_nodes(tables)]
-    start = np.array([one[0] for one in found], dtype=np.int64)
-    end = np.array([one[1] for one in found], dtype=np.int64)
-    return _on_the_device(tables, intervals.union(start, end))
-
-
-def _forwards_in_nodes(tables: RankTables) -> list[tuple[int, int]]:
-    """Return where autograd's nodes run forwards: from the first operator of forward alone to the last.
-
-    A checkpoint runs its forward again, all of it, when the first of its nodes needs what was not saved.
-    FSDP's hooks leave no label there.
-    """
-    events = tables.trace.events
-    rows = np.flatnonzero(events.name.matches(OF_FORWARD.__contains__) & (events.thread >= 0))
-    place = find_rows(tables.phases, events.thread[rows].astype(np.int64), events.start_ns[rows])
-    rows = rows[tables.phases.phase.lookup(place).equals("backward")]
-    if not len(rows):
-        return []
-    nodes = np.flatnonzero(events.name.matches(lambda name: name.startswith(_NODE)) & (events.thread >= 0))
-    found: list[tuple[int, int]] = []
-    for thread in intervals.distinct(events.thread[rows]):
-        its, mine = nodes[events.thread[nodes] == thread], rows[events.thread[rows] == thread]
-        node = intervals.innermost(events.start_ns[its], events.end_ns[its], events.start_ns[mine])
-        mine, node = mine[node >= 0], node[node >= 0]
-        _, which = np.unique(node, return_inverse=True)
-        start = np.full(which.max(initial=-1) + 1, np.iinfo(np.int64).max)
-        end = np.zeros_like(start)
-        np.minimum.at(start, which, events.start_ns[mine])
-        np.maximum.at(end, which, events.end_ns[mine])
-        found += zip(start.tolist(), end.tolist(), strict=True)
-    return found
-
-
-def _until_post_forward(tables: RankTables, kinds: list[str | None], row: int) -> tuple[int, int] | None:
-    """Return a recomputed forward: up to the label of its thread that ends it, if no hook comes before."""
-    labels = tables.trace.labels
-    later = np.flatnonzero((labels.thread == labels.thread[row]) & (labels.start_ns > labels.start_ns[row]))
-    for one in later[np.argsort(labels.start_ns[later], kind="stable")][:64].tolist():
-        kind = kinds[int(labels.name.codes[one])]
-        if kind == "post_forward":
-            return int(labels.start_ns[row]), int(labels.end_ns[one])
-        if kind is not None and "backward" in kind:
-            return None
-    return None
-
-
-def _compiling(tables: RankTables) -> Intervals:
-    """When torch.compile was compiling, by the ranges that it puts around its own work."""
-    events = tables.trace.events
-    rows = np.flatnonzero(
-        events.name.matches(lambda name: name.endswith("(dynamo_timed)")) & (events.thread >= 0)
-    )
-    return intervals.union(events.start_ns[rows], events.end_ns[rows])
-
-
-def _recording_graphs(tables: RankTables) -> Intervals:
-    """When torch.compile was recording CUDA graphs: every call of compiled code that records or prepares one.
-
-    Before each it stops for the whole device, which compiled code does for nothing else.
-    """
-    events = tables.trace.events
-    host = events.thread >= 0
-    records = events.name.equals(_RECORDS_A_GRAPH) & host
-    if not records.any():
-        return intervals.EMPTY
-    marks = np.flatnonzero(records | events.name.matches(_stops_for_the_device) & host)
-    calls = np.flatnonzero(events.name.matches(lambda name: name.startswith(_RUNS_COMPILED)) & host)
-    within = np.zeros(len(calls), dtype=np.bool_)
-    for thread in intervals.distinct(events.thread[calls]):
-        its = events.thread[calls] == thread
-        at = np.sort(events.start_ns[marks[events.thread[marks] == thread]])
-        first = np.searchsorted(at, events.start_ns[calls[its]])
-        within[its] = first < np.searchsorted(at, events.end_ns[calls[its]])
-    rows = np.concatenate([np.flatnonzero(records), calls[within]])
-    return intervals.union(events.start_ns[rows], events.end_ns[rows])
-
-
-def _beginning_in(pieces: Intervals, those: Intervals) -> tuple[Intervals, Intervals]:
-    """Divide pieces into those that begin within other intervals, and the rest."""
-    within = intervals.containing(those.start, those.end, pieces.start) >= 0
-    return Intervals(pieces.start[within], pieces.end[within]), Intervals(
-        pieces.start[~within], pieces.end[~within]
-    )
-
-
-def _stops_for_the_device(name: str) -> bool:
-    return name.endswith("DeviceSynchronize")
 
 
 def _between_host_and_device(tables: RankTables, mask: BoolArray) -> IntArray:
