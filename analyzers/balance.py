@@ -13,7 +13,7 @@ from typing import Literal
 from fsdp2prof.analyzers.findings import finding
 from fsdp2prof.analyzers.ranks.late_ranks import chance
 from fsdp2prof.errors import InputError
-from fsdp2prof.results.balance import BalanceCheck, BalancedRank, BalancedStep, TokenBalance
+from fsdp2prof.results.check import BalanceCheck, BalancedRank, BalancedStep, TokenBalance
 from fsdp2prof.results.finding import Finding, Severity
 from fsdp2prof.units import format_frac, format_ns, plural
 

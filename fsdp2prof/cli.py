@@ -20,7 +20,7 @@ _VERBS = {
         "Run a training command as one rank of a large world, alone, and record it.",
     ),
     "watch": ("fsdp2prof.commands.watch:watch", "Follow a running job step by step."),
-    "trigger": ("fsdp2prof.commands.trigger:trigger", "Ask a running job for a recording."),
+    "trigger": ("fsdp2prof.commands.watch:trigger", "Ask a running job for a recording."),
     "analyze": (
         "fsdp2prof.commands.analyze:analyze",
         "Analyse a run directory, traces, snapshots or a hang.",

@@ -16,7 +16,6 @@ from fsdp2prof.analyzers.ledger.host_rules import (
     enter_optimizer,
     enter_tracing,
 )
-from fsdp2prof.analyzers.ledger.kernel_rules import enter_kernels
 from fsdp2prof.analyzers.ledger.link_rules import enter_links
 from fsdp2prof.analyzers.ledger.notes import notes
 from fsdp2prof.analyzers.ledger.other_rules import enter_other_communication, enter_saving
@@ -25,7 +24,7 @@ from fsdp2prof.analyzers.ledger.script_rules import enter_script, join_places
 from fsdp2prof.analyzers.ledger.starved_rules import enter_starved
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, cost_frac
 from fsdp2prof.analyzers.ledger.words import bound, collectives, not_judged
-from fsdp2prof.analyzers.ledger.work_rules import enter_work
+from fsdp2prof.analyzers.ledger.work_rules import enter_kernels, enter_work
 from fsdp2prof.analyzers.means import mean
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Finding

@@ -1,4 +1,4 @@
-"""Losses that do not have all logits at once, and logits that a script keeps."""
+"""Losses that do not have all logits at once, logits that a script keeps, and frozen models beside."""
 
 from __future__ import annotations
 
@@ -52,3 +52,32 @@ class Losses(Technique):
             )
         if about == "memory" and policy.loss == "fused":
             yield "fused loss: chunked as by Liger's kernel; gradients of head and input are held"
+
+
+class SecondModels(Technique):
+    """References, reward models, and the trained model itself (``extra_model``, ``loss=dpo``)."""
+
+    def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
+        """Refuse a pipeline, and tensor parallelism by other than the built-in plan."""
+        if policy.extra_model is None:
+            return
+        if mesh.pp > 1:
+            raise ModelError("a second model (extra_model) beside a pipeline is not modelled: leave pp at 1")
+        if mesh.tp > 1 and model.tensor_parallel is not None and not model.tensor_parallel.is_analysed:
+            raise ModelError(
+                "tensor parallelism with a second model (extra_model) is modelled for dense built-ins only"
+            )
+
+    def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
+        """What runs, and with what."""
+        for extra in policy.other_models:
+            yield (
+                f"{extra.source} ({extra.role}) runs forward only, without gradients, before each "
+                "micro-batch; sharded as the trained model is"
+            )
+        if policy.runs_itself_before:
+            left_out = "" if policy.lora is None else ", its adapters left out"
+            yield f"the trained model runs forward without gradients before each micro-batch{left_out}"
+        if policy.loss == "dpo":
+            known = "; the reference's log-probabilities are known before" * (policy.extra_model is None)
+            yield f"dpo: a micro-batch is 2 x batch_size sequences, chosen and rejected in one forward{known}"

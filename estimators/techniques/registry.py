@@ -7,7 +7,6 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.simulate.program import Program
-from fsdp2prof.estimators.techniques.async_tensor_parallel import AsyncTensorParallel
 from fsdp2prof.estimators.techniques.batches import Images, PackedDocuments
 from fsdp2prof.estimators.techniques.checkpointing import Checkpointing
 from fsdp2prof.estimators.techniques.compilation import Compilation
@@ -15,11 +14,10 @@ from fsdp2prof.estimators.techniques.context_parallel import ContextParallel
 from fsdp2prof.estimators.techniques.expert_parallel import ExpertParallel
 from fsdp2prof.estimators.techniques.float8.program import Float8Training
 from fsdp2prof.estimators.techniques.lora import LowRankAdapters
-from fsdp2prof.estimators.techniques.losses import Losses
+from fsdp2prof.estimators.techniques.losses import Losses, SecondModels
 from fsdp2prof.estimators.techniques.pipeline import Pipeline
-from fsdp2prof.estimators.techniques.second_models import SecondModels
 from fsdp2prof.estimators.techniques.technique import About, Technique
-from fsdp2prof.estimators.techniques.tensor_parallel import TensorParallelism
+from fsdp2prof.estimators.techniques.tensor_parallel import AsyncTensorParallel, TensorParallelism
 
 TECHNIQUES: tuple[Technique, ...] = (
     Images(),

@@ -1,4 +1,4 @@
-"""``fsdp2prof watch``: follow a running job step by step."""
+"""``fsdp2prof watch`` and ``trigger``: follow a running job step by step, and ask it for a recording."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 
 import click
 
-from fsdp2prof.commands.help import OUTPUT, SHOWN_PART, Command
+from fsdp2prof.commands.help import OUTPUT, RUN, SHOWN_PART, Command
+from fsdp2prof.commands.messages import say
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.errors import RunDirectoryError, UsageError
 from fsdp2prof.files import replacing
 from fsdp2prof.results.watch import WatchedRun
+from fsdp2prof.run_directory import recording_folder
 from fsdp2prof.workflows.exports.trackers import TRACKERS, Log, Tracker, tracking
 
 _STEP_METRIC = "fsdp2prof/watched_step"
@@ -108,3 +110,25 @@ def _show(seen: WatchedRun, metrics: Path | None, log: Log | None, output: Outpu
         click.clear()
     output.render(seen)
     sys.stdout.flush()
+
+
+@click.command(cls=Command, examples=["fsdp2prof trigger runs/first"])
+@click.argument("run", type=click.Path(path_type=Path))
+@RUN(
+    "--wait",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    help="Seconds to wait until the job says which steps it will record.",
+)
+def trigger(run: Path, wait: float) -> int:
+    """Ask the job that `fsdp2prof record --on-demand -o RUN` runs for a recording: the same steps of every
+    rank, a few steps from now.
+    """
+    from fsdp2prof.recorder.requests import ask_and_wait
+
+    plan = ask_and_wait(run, wait)
+    if plan is None:
+        say(f"fsdp2prof: asked; no answer in {wait:g} s: a recording or a long step is running")
+        return 1
+    click.echo(f"{run / recording_folder(plan.number)}: every rank, from step {plan.step}")
+    return 0

@@ -11,7 +11,7 @@ from fsdp2prof.analyzers.balance import check_balance as judge
 from fsdp2prof.errors import InputError, RunDirectoryError
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.run.documents import read_last_steps, read_lengths
-from fsdp2prof.results.balance import BalanceCheck
+from fsdp2prof.results.check import BalanceCheck
 from fsdp2prof.run_directory import STEPS_FILE
 from fsdp2prof.workflows.analyze import analyze_ranks
 from fsdp2prof.workflows.job.job_files import JobFiles

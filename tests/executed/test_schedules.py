@@ -28,7 +28,6 @@ from fsdp2prof.estimators.simulate.micro_batches import with_all_commands
 from fsdp2prof.estimators.simulate.program import Collective, Command, Kernel, Program, Wait, Work
 from fsdp2prof.estimators.simulate.streams import simulate
 from fsdp2prof.estimators.step import predict_step, program_of, simulate_program
-from fsdp2prof.estimators.techniques.async_tensor_parallel import with_async_tensor_parallel
 from fsdp2prof.estimators.techniques.pipeline import micro_batches_in_flight
 from fsdp2prof.estimators.techniques.pipeline_order import (
     InFlight,
@@ -41,6 +40,7 @@ from fsdp2prof.estimators.techniques.pipeline_order import (
     rank_of_stage,
     waiting_ns,
 )
+from fsdp2prof.estimators.techniques.tensor_parallel import with_async_tensor_parallel
 from fsdp2prof.estimators.timeline.bubble import stage_durations
 from fsdp2prof.estimators.timeline.costs import ClusterCosts
 

@@ -36,10 +36,9 @@ from fsdp2prof.estimators.sharding_table import shard_model
 from fsdp2prof.estimators.step import estimate_step, predict_step
 from fsdp2prof.estimators.techniques.weight_sync import WeightSyncSpec
 from fsdp2prof.measured import CollectiveTimes, Measured, RateTimes
-from fsdp2prof.results.balance import BalanceCheck
 from fsdp2prof.results.bench import BenchResult
 from fsdp2prof.results.catalog import CategoryCatalog, HardwareCatalog, ModelCatalog
-from fsdp2prof.results.check import EnvironmentCheck, ParityCheck, RunCheck
+from fsdp2prof.results.check import BalanceCheck, EnvironmentCheck, ParityCheck, RunCheck
 from fsdp2prof.results.comparison import Baseline, MemoryComparison, RunComparison
 from fsdp2prof.results.estimate import (
     CheckpointEstimate,

@@ -11,7 +11,7 @@ from support.cli import call
 from fsdp2prof.analyzers.balance import RankStep, check_balance, tokens_of_steps
 from fsdp2prof.errors import InputError
 from fsdp2prof.manifest import RankManifest, RunInfo, WatchedStep
-from fsdp2prof.results.balance import BalanceCheck
+from fsdp2prof.results.check import BalanceCheck
 from fsdp2prof.run_directory import rank_folder
 
 MS = 10**6
