@@ -4,8 +4,8 @@ For asynchronous tensor parallelism the compiler cuts a product that follows an 
 reduce-scatter, into as many chunks as there are ranks, and sends the others' chunks over symmetric memory
 meanwhile: a rank starts on the chunk that it has, and its last chunk waits for the last one to arrive. What
 only rearranges gathered or reduced chunks (a sequence dimension behind the batch's) is part of the same
-operator and falls away. Source: "Introducing Async Tensor Parallelism in PyTorch" (discuss.pytorch.org/t/209487),
-``torch._inductor.fx_passes.micro_pipeline_tp``.
+operator and falls away. Source: "Introducing Async Tensor Parallelism in PyTorch"
+(discuss.pytorch.org/t/209487), ``torch._inductor.fx_passes.micro_pipeline_tp``.
 """
 
 from __future__ import annotations
