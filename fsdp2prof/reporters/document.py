@@ -237,8 +237,8 @@ class Document:
     """What it was made from, which is also its JSON."""
     data: Sequence[Table] = field(default=())
     """Tables that only data formats hold (every step, every rank), by name beside those of the sections."""
-    places: Mapping[str, Sequence[Link]] = field(default_factory=dict)
-    """Sentence of the verdict, the changes or a finding -> where a page shows its numbers."""
+    places: Callable[[], Mapping[str, Sequence[Link]]] = dict
+    """Sentence of the verdict, the changes or a finding -> where a page shows its numbers; only pages ask."""
     brief: Sequence[Section] = ()
     """The sections of the short form, in the order of their worth, where they are not those of the whole."""
     brief_lines: int = 40

@@ -229,7 +229,7 @@ def test_a_click_shows_and_marks_the_place_of_a_sentence(page: Page, tmp_path: P
     place = Place(fqn="layers.60", phase="forward", op="all_gather", rank=2, step=3)
     finding = Finding(id="x", severity="high", fqn=place.fqn, message="It waits.", place=place)
     document = build(replace(run, trace=replace(run.trace, findings=[finding]), findings=[finding]))
-    window, row = document.places["It waits."]
+    window, row = document.places()["It waits."]
     file = tmp_path / "run.html"
     file.write_text(str(RENDERERS["html"].render(document, RenderOptions())), encoding="utf-8")
     page.open(file, width=1440, height=900)

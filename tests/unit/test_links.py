@@ -71,9 +71,9 @@ def found(place: Place, *stalls: TimelineStall) -> Document:
 
 def test_a_finding_links_to_the_window_of_its_layer_phase_operation_and_rank() -> None:
     place = Place(fqn="layers.1", phase="forward", op="all_gather", rank=1, step=3)
-    (window, _) = found(place).places["It waits."]
+    (window, _) = found(place).places()["It waits."]
     assert (window.target, window.window) == ("timeline", (1, 400, 470))
-    (window, _) = found(place, stall(needed_ns=380, stall_ns=90)).places["It waits."]
+    (window, _) = found(place, stall(needed_ns=380, stall_ns=90)).places()["It waits."]
     assert window.window == (1, 380, 470), "the wait for it is longer than the collective"
 
 
@@ -86,13 +86,13 @@ def test_idle_time_links_to_the_longest_gap_of_its_rank() -> None:
     )  # fmt: skip
     ledger = Ledger(windows=1, total_ns=1, step_ns=1.0, unrecorded_step_ns=None, entries=[entry])
     analysis = replace(trace_analysis(), ledger=ledger, timeline=timeline(), verdict=["So: It is slow."])
-    (window, _) = build(analysis).places["So: It is slow."]
+    (window, _) = build(analysis).places()["So: It is slow."]
     assert window.window == (1, 470, 900)
 
 
 def test_a_place_that_the_timeline_lacks_has_a_row_alone() -> None:
     document = found(Place(fqn="layers.7", phase="forward", op="all_gather", rank=1))
-    assert [link.label for link in document.places["It waits."]] == ["table"]
+    assert [link.label for link in document.places()["It waits."]] == ["table"]
 
 
 def test_a_finding_links_to_the_row_of_its_layer() -> None:
@@ -100,7 +100,7 @@ def test_a_finding_links_to_the_row_of_its_layer() -> None:
     row = analysis.by_layer_folded[-1]
     assert row.fqn is not None
     document = found(Place(fqn=row.fqn, phase=row.phase, op=row.op))
-    target = linked_row(document, document.places["It waits."][-1].target)
+    target = linked_row(document, document.places()["It waits."][-1].target)
     assert (target["fqn"], target["phase"], target["op"]) == (row.fqn, row.phase, row.op)
 
 
@@ -109,7 +109,7 @@ def test_every_sentence_of_a_run_links_to_a_row_or_a_section_that_is_there() -> 
     anchors = {section.anchor for section in document.sections}
     assert document.verdict
     for line in document.verdict:
-        links = document.places[line]
+        links = document.places()[line]
         assert links
         for link in links:
             assert link.target in anchors or linked_row(document, link.target)
@@ -119,5 +119,5 @@ def test_a_sentence_about_the_peak_links_to_the_rank_that_peaks() -> None:
     analysis = memory_analysis()
     assert analysis.key_figures is not None
     document = build(analysis)
-    row = linked_row(document, document.places[analysis.verdict[0]][0].target)
+    row = linked_row(document, document.places()[analysis.verdict[0]][0].target)
     assert row["rank"] == analysis.key_figures.rank

@@ -37,7 +37,7 @@ def memory_document(analysis: MemoryAnalysis) -> Document:
         numbers=memory_numbers(analysis),
         sections=sections,
         data=memory_data(analysis),
-        places=memory_links(analysis, sections),
+        places=lambda: memory_links(analysis, sections),
         brief=memory_brief(analysis, findings),
     )
 

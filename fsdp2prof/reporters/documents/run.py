@@ -49,7 +49,7 @@ def run_document(analysis: RunAnalysis) -> Document:
         sections=sections,
         warnings=[*run.messages, *analysis.warnings, *(line for part in parts for line in part.warnings)],
         data=[*(trace_data(trace) if trace else ()), *(memory_data(memory) if memory else ())],
-        places={
+        places=lambda: {
             **(trace_links(trace, sections, analysis.verdict, changes, analysis.findings) if trace else {}),
             **(memory_links(memory, sections) if memory else {}),
         },

@@ -70,7 +70,7 @@ def trace_document(analysis: TraceAnalysis) -> Document:
         numbers=trace_numbers(analysis),
         sections=sections,
         data=trace_data(analysis),
-        places=trace_links(analysis, sections, analysis.verdict, changes, analysis.findings),
+        places=lambda: trace_links(analysis, sections, analysis.verdict, changes, analysis.findings),
         brief=trace_brief(analysis, analysis.findings, analysis.verdict),
     )
 
