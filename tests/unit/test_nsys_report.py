@@ -69,6 +69,13 @@ def test_the_processes_of_a_report_are_ranks(tmp_path, recordings):
     assert [s.breakdown_ns for s in one.ranks[0].steps] == [s.breakdown_ns for s in alone.rank.steps]
 
 
+def test_a_folder_with_a_report_of_several_processes_says_to_name_the_file(tmp_path, recordings):
+    write_nsys(recordings, tmp_path / "job.sqlite")
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(InputError, match=r"job\.sqlite: a report of 2 processes"):
+        analyze_trace(open_job(tmp_path))
+
+
 def test_the_command_line_reads_a_report(tmp_path, recordings, capfd):
     path = write_nsys(recordings[:1], tmp_path / "rank3.sqlite")
     ended = call(capfd, "analyze", "trace", path, "--full")

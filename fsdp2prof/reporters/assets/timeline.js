@@ -11,7 +11,7 @@ const BELOW_COMPUTE = ["memcpy", "other_comm", "all_reduce", "reduce_scatter", "
 const milliseconds = ns => `${(ns / MS).toLocaleString("en", { maximumSignificantDigits: 4 })} ms`;
 const mebibytes = bytes => `${(bytes / 2 ** 20).toLocaleString("en", { maximumSignificantDigits: 4 })} MiB`;
 const escaped = text => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-// A name that fits whole, else its last parts; nothing where not even these fit.
+// A name that fits whole, else its last parts; nothing where these do not fit or are a bare number.
 const fitting = (text, most) => {
   let rest = text;
   while (rest.length > most) {
@@ -19,7 +19,7 @@ const fitting = (text, most) => {
     if (cut < 0) return "";
     rest = rest.slice(cut + 1);
   }
-  return rest;
+  return /^[\d.:_/]+$/.test(rest) ? "" : rest;
 };
 
 function unpack([key, gaps, ...columns]) {

@@ -76,7 +76,7 @@ def comparison_charts(comparison: MemoryComparison) -> list[Chart]:
 
 
 def comparison_tables(comparison: MemoryComparison) -> list[Table]:
-    """Return the changes by category, by layer and by place, each where something of it is known."""
+    """Return the changes by category, by layer and by place, each where something changed."""
     whole: dict[str, Value] = {
         "before_bytes": comparison.before.allocated_bytes,
         "after_bytes": comparison.after.allocated_bytes,
@@ -90,7 +90,7 @@ def comparison_tables(comparison: MemoryComparison) -> list[Table]:
     place = c.name("place", "allocated by", of=_place)
     by_place = _table("memory_by_place", "Change by place", place, comparison.by_place, whole)
     tables = [by_category, *([replace(by_layer, unabridged=every)] if known else []), by_place]
-    return [table for table in tables if table.rows or table.unabridged]
+    return [table for table in tables if table.rows]
 
 
 def _table(

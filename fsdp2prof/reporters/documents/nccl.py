@@ -88,7 +88,7 @@ def _collectives(found: NcclAnalysis) -> Table:
         c.text("protocol"),
     ]
     note = "time: from the arrival of the last rank; waiting: of the first rank for the last"
-    noun = "kind of collective"
+    noun = "collective"
     return c.table(
         "collectives", "Collectives", columns, found.collectives, note=note, limit=_ROWS, noun=noun
     )

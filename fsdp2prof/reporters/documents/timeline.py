@@ -271,6 +271,10 @@ def _stall_table(sides: Sequence[Side]) -> list[Table]:
     ]
     if not rows:
         return []
+    rows.sort(key=lambda row: -row[2].stall_ns)
+    longest: dict[tuple[str, str | None, str, str], tuple[str, int, TimelineStall]] = {}
+    for row in rows:
+        longest.setdefault((row[0], row[2].fqn, row[2].phase, row[2].lane), row)
     several = len(sides) > 1
     columns = [
         *([c.text("side", of=0)] if several else []),
@@ -289,8 +293,9 @@ def _stall_table(sides: Sequence[Side]) -> list[Table]:
             "stalls",
             "The longest waits of these steps" if several else "The longest waits of this step",
             columns,
-            sorted(rows, key=lambda row: -row[2].stall_ns),
-            note="ms; needed and ended on the timeline's clock",
+            longest.values(),
+            every=rows,
+            note="ms, on the rank that waits longest",
             limit=_STALL_ROWS,
             noun="wait",
             remarks=[f"{left_out:,} shorter waits are left out."] if left_out else [],

@@ -12,6 +12,8 @@ from fsdp2prof.units import format_frac, format_ns, plural
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS
 
 _TITLE = "Changes that make it faster"
+_GAINS = 0.0005
+"""Fraction of a step that is shown as more than 0.0%."""
 
 
 @builds(WhatIf)
@@ -54,9 +56,17 @@ def _tried(tried: Sequence[WhatIfChange], title: str) -> list[Block]:
         if row.step_ns is None:
             reasons.setdefault(row.reason, []).append(row.change)
     others = [f"{', '.join(changes)}: {reason}" for reason, changes in reasons.items()]
+    gains = [row for row in applied if (row.gained_frac or 0.0) >= _GAINS]
+    settings = [row for row in gains if not row.other_hardware] or applied
+    hardware = [row for row in gains if row.other_hardware and settings is not applied]
+    without = [row.change for row in applied if row not in settings and not row.other_hardware]
     blocks: list[Block] = []
     if applied:
-        blocks.append(_table(applied, title))
+        blocks.append(_table(settings, applied, title))
+    if hardware:
+        blocks.append(Sentences(title="With faster hardware", lines=list(map(_gain, hardware)), style="list"))
+    if without:
+        blocks.append(Sentences(title="Without a gain", lines=[", ".join(without)], style="list"))
     notes = list(dict.fromkeys(f"{row.change}: {note}" for row in applied for note in row.assumptions))
     if notes:
         blocks.append(Sentences(title="Assumed", lines=notes, style="list"))
@@ -65,13 +75,17 @@ def _tried(tried: Sequence[WhatIfChange], title: str) -> list[Block]:
     return blocks
 
 
-def _table(applied: Sequence[WhatIfChange], title: str) -> Table:
+def _gain(row: WhatIfChange) -> str:
+    return f"{row.change}: {format_ns(row.gained_ns or 0.0)} less a step ({format_frac(row.gained_frac)})"
+
+
+def _table(rows: Sequence[WhatIfChange], every: Sequence[WhatIfChange], title: str) -> Table:
     columns = [
         c.text("change"),
         c.ms("gained_ns", "gained"),
         *(
             [c.ms("least_gained_ns", "least\nstep"), c.ms("most_gained_ns", "most\nstep")]
-            if any(row.least_gained_ns is not None for row in applied)
+            if any(row.least_gained_ns is not None for row in rows)
             else []
         ),
         c.frac("gained_frac", "of the step"),
@@ -80,7 +94,7 @@ def _table(applied: Sequence[WhatIfChange], title: str) -> Table:
         c.prose("what", "description"),
     ]
     note = "ms per mean step, and in the steps that gain least and most; memory: upper bound per rank"
-    return c.table("what_if", title, columns, applied, note=note, noun="change")
+    return c.table("what_if", title, columns, rows, every=every, note=note, noun="change")
 
 
 def _shown(result: WhatIf) -> list[Section]:
