@@ -144,7 +144,8 @@ def _ranks_and_steps(analysis: TraceAnalysis, focus: Focus) -> TraceAnalysis:
             timeline=_timeline(analysis.timeline, focus),
             warnings=[
                 *analysis.warnings,
-                f"shown: {replace(focus, layers=None)}; left out, as they are of all: {', '.join(gone)}",
+                f"shown: {replace(focus, layers=None)}; left out, as they cover the whole run: "
+                + ", ".join(gone),
             ],
         )
     )
@@ -158,7 +159,7 @@ def _attribution(groups: Sequence[GroupRow]) -> Attribution:
         attributed=sum(row.count for row in groups if row.fqn is not None),
         comm_ns=sum(row.total_ns for row in groups),
         attributed_ns=sum(row.total_ns for row in groups if row.fqn is not None),
-        unattributed_reasons={"for reasons that the whole analysis names": lost} if lost else {},
+        unattributed_reasons={"see the whole analysis for the reasons": lost} if lost else {},
     )
 
 

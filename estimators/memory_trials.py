@@ -149,7 +149,7 @@ def _advice(tried: list[TriedChange]) -> list[str]:
     if not fitting:
         least = min(tried, key=lambda one: one.reserved_bytes, default=None)
         if least is None:
-            return ["no change that is known could be tried"]
+            return ["no known change could be tried"]
         return [
             f"none of {len(tried)} changes that were tried fits; the smallest, "
             f"{' with '.join(least.changes)}, reserves {format_bytes(least.reserved_bytes)}"

@@ -96,7 +96,7 @@ def predict_step(
     )
     if measured is not None:
         known = anchored_on([own], cluster, exact=True)
-        half, why = _REPEATED, f"the step was measured: it is taken to repeat within {_REPEATED:.0%}"
+        half, why = _REPEATED, f"the step was measured, and is assumed to repeat within {_REPEATED:.0%}"
     else:
         known = anchored_on(anchors, cluster, exact=False)
         half = known.half_width(sensitivities(own, known.cluster)[1])

@@ -207,6 +207,7 @@ def _warnings(path: str, before: Baseline, after_path: str, now: Baseline, after
         )
     if before.devices != now.devices and before.devices and now.devices:
         lines.append(
-            f"{', '.join(before.devices)} before, {', '.join(now.devices)} after: their times do not compare"
+            f"{', '.join(before.devices)} before, {', '.join(now.devices)} after: "
+            "their times cannot be compared"
         )
     return [*lines, *(f"{after_path}: {text}" for text in after.warnings)]

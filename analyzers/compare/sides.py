@@ -296,7 +296,7 @@ def _warnings(before: Side, after: Side) -> list[str]:
         ", ".join(sorted({rank.device_type for rank in _ranks(side.trace)})) for side in (before, after)
     ]
     if all(devices) and devices[0] != devices[1]:
-        lines.append(f"{devices[0]} before, {devices[1]} after: their times do not compare")
+        lines.append(f"{devices[0]} before, {devices[1]} after: their times cannot be compared")
     for side, other in ((before, after), (after, before)):
         if side.kind == "estimate" and side.peaks and _devices(other) == {"cpu"}:
             lines.append(

@@ -53,8 +53,8 @@ def _cause(hang: HangAnalysis) -> list[str]:
         sentences = [_mismatch(hang.mismatches[0])]
         sentences += [] if stand is None else [_stands(stand)]
     elif stand is None:
-        left = f"{_ranks(hang.culprits).capitalize()} left no dump: it ended, or was not asked for one"
-        sentences = [f"{left}; the other ranks wait in no collective: theirs have finished, or failed."]
+        left = f"{_ranks(hang.culprits).capitalize()} left no dump: it ended, or no dump was requested"
+        sentences = [f"{left}; no other rank waits in a collective: theirs have finished, or failed."]
     else:
         sentences = [_first(hang, stand), *_for_these(hang, stand)]
     return sentences
@@ -78,7 +78,7 @@ def _first(hang: HangAnalysis, stand: HangStanding) -> str:
     if hang.cause == "inside" and not stand.ranks_known:
         return (
             f"{_ranks(stand.ranks).capitalize()} issued {_call(stand.call)}, and it has not finished; "
-            "nothing says which other ranks belong to its group."
+            "the dumps do not list the ranks of its group."
         )
     if hang.cause == "inside":
         return f"All of {_ranks(stand.ranks)} issued {_call(stand.call)}, and it has not finished."
@@ -96,9 +96,7 @@ def _first(hang: HangAnalysis, stand: HangStanding) -> str:
         return f"{waits}, which {_ranks(who)} {_verb(who, 'has', 'have')} not issued{did}."
     if hang.cause == "no_dump":
         who = hang.culprits
-        return (
-            f"{waits}; {_ranks(who)} of its group left no dump: ended, stuck elsewhere, or not asked for one."
-        )
+        return f"{waits}; {_ranks(who)} of its group left no dump: ended, stuck elsewhere, or not requested."
     others = [one for one in hang.standings if one is not stand]
     also = "".join(f", and {_ranks(one.came)} in {_call(one.call)}" for one in others[:1])
     return f"{waits}{also}: they wait for each other in different process groups."

@@ -198,7 +198,7 @@ def _idle_verdict(rows: Sequence[StreamIdle], streams: Sequence[StreamUse]) -> l
         return ["No stream has idle time between its activities."]
     busiest = streams[0]
     first = (
-        f"Stream {busiest.stream}, the busiest, works for {format_ns(busiest.busy_ns)} "
+        f"Stream {busiest.stream}, the busiest, has work for {format_ns(busiest.busy_ns)} "
         f"and is idle for {format_ns(busiest.idle_ns)} ({format_frac(busiest.idle_frac)})."
     )
     cause = next((row for row in rows if row.stream == busiest.stream and row.idle_ns), None)

@@ -185,9 +185,9 @@ def _missing_records(analysis: TraceAnalysis) -> list[str]:
     launches, missing = (sum(getattr(one, name) for one in first) for name in ("launches", "missing"))
     lost = f": {missing:,} of {launches:,} launches have none" if launches else ""
     where = f"step {first[0].step}" if len(first) == 1 else f"{len(first)} steps"
-    fate = "nothing is concluded from them" if ranks[0].misses_records else "these steps are left out"
+    fate = "no conclusion is drawn from them" if ranks[0].misses_records else "these steps are left out"
     return [
-        f"Records of the device are missing on {len(ranks)} of {plural(len(analysis.ranks), 'rank')} "
+        f"Device records are missing on {len(ranks)} of {plural(len(analysis.ranks), 'rank')} "
         f"(rank {ranks[0].rank}, {where}{lost}); {fate}."
     ]
 
@@ -209,5 +209,5 @@ def _rehearsal(analysis: TraceAnalysis) -> str:
     rank = analysis.ranks[0]
     return (
         f"Rehearsed as rank {rank.rank} of {rank.world_size}: memory, counts and bytes are that rank's; "
-        "durations of collectives mean nothing, and steps are without communication."
+        "durations of collectives are meaningless, and step times exclude communication."
     )

@@ -285,10 +285,10 @@ def _warnings(
     }
     if timings:
         found.append(
-            f"some times are the host's ({', '.join(sorted(timings))}): they hold more than the transfer"
+            f"some times are the host's ({', '.join(sorted(timings))}): they include more than the transfer"
         )
     if calls.total and not calls.matched:
-        found.append("each collective was written by one rank alone: its time holds the waiting for others")
+        found.append("each collective was logged by one rank only: its time includes waiting for others")
     if processes and asked and len(known) < len(processes):
         found.append(
             f"{plural(len(processes) - len(known), 'process')} match no rank of the run: "

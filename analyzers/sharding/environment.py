@@ -223,6 +223,6 @@ def _verdict(
 ) -> list[str]:
     where = f"{plural(len(probes), 'rank')} on {plural(len(hosts), 'host')}"
     if passed:
-        more = f"; {plural(len(findings), 'finding')} to look at" if findings else ""
+        more = f"; {plural(len(findings), 'finding')} to check" if findings else ""
         return [f"{where} can train together{more}."]
     return [f"{where} cannot train together as they are: {findings[0].message}"]

@@ -127,9 +127,11 @@ def _finite(value: float) -> float | None:
 def _hint(first: ParityRow, wrong: Sequence[ParityRow], measured: ParityMeasurements) -> str | None:
     """What commonly makes such a difference; None where many things do."""
     if first.step < 0:
-        return "ranks begin with other weights: seed the factory alike, or load the same weights everywhere"
+        return (
+            "ranks begin with different weights: seed the factory alike, or load the same weights everywhere"
+        )
     if first.kind == "batch":
-        return "a rank trains on other data: its batch depends on more than its arguments"
+        return "a rank trains on different data: its batch depends on more than its arguments"
     if first.kind == "loss":
         return "the forward differs on the same weights and data: a layer that does not work sharded"
     gradients = [row for row in wrong if row.kind == "gradient" and row.step == first.step]
@@ -169,20 +171,20 @@ def _verdict(
         worst = max((row.relative_error or 0.0 for row in rows), default=0.0)
         close = f"to {worst:.1e} at worst" if worst else "all of them exactly"
         return [
-            f"{plural(measured.steps, 'step')} on {how} are those of one plain process: {len(rows):,} "
+            f"{plural(measured.steps, 'step')} on {how} match one plain process: {len(rows):,} "
             f"losses, gradients and parameters agree, {close}."
         ]
     when = "before the first step" if first.step < 0 else f"in step {first.step}"
     what = f"{first.kind} {first.name}" if first.kind != "loss" else "the loss"
     if first.state == "missing":
-        how_much = "one side has it alone"
+        how_much = "only one side has it"
     elif first.relative_error is None:
         how_much = "it is not finite"
     else:
         how_much = f"by {first.relative_error:.2g} of its size, where {first.tolerance:.0e} is rounding"
     said = [
-        f"Training on {how} is not the plain one: {what} differs first, {when}, on rank {first.rank}: "
-        f"{how_much}."
+        f"Training on {how} does not match one plain process: {what} differs first, {when}, "
+        f"on rank {first.rank}: {how_much}."
     ]
     return [*said, f"Likely: {hint}."] if hint else said
 

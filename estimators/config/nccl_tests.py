@@ -60,9 +60,7 @@ def tables_of(text: str, name: str) -> Iterator[Table]:
             if int(size):
                 times[int(size)] = min(float(microseconds), times.get(int(size), float("inf")))
         if not program:
-            raise ValueError(
-                "which collective it times is not in it: name the file all_gather.txt or the like"
-            )
+            raise ValueError("it does not name its collective: call the file all_gather.txt or similar")
         if not ranks or not times:
             raise ValueError(f"the table of {program[0]} has no {'rows' if ranks else 'ranks'}")
         yield Table(

@@ -59,7 +59,7 @@ def recorded_configuration(
     manifest = tables.manifest
     if manifest is None:
         raise ModelError(
-            f"{tables.trace.source}: only a run that fsdp2prof recorded says what its configuration was"
+            f"{tables.trace.source}: calibration needs a run recorded by fsdp2prof; this one has no manifest"
         )
     values = values_of_run(manifest)
     batch, length = _batch_and_length(tables, manifest)

@@ -46,7 +46,7 @@ def values_of_run(
         raise ModelError(f"rank {manifest.rank} recorded no FSDP parameter group: nothing to estimate")
     refusal = next(_refusals(manifest, grad_accum, sync), None)
     if refusal is not None:
-        raise ModelError(f"the run {refusal}: an estimate cannot say this yet")
+        raise ModelError(f"the run {refusal}, which an estimate cannot express yet")
     first = groups[0]
     inner = [group for group in groups if group.fqn]
     step = step_of_root(manifest, groups[0].root, grad_accum, sync)

@@ -49,8 +49,8 @@ def program_of_trace(trace: ExecutionTrace, mesh: MeshSpec, tokens: int) -> Prog
     """
     if mesh.tp > 1 or mesh.pp > 1 or mesh.cp > 1:
         raise ModelError(
-            f"{trace.source}: an execution trace says nothing of tp, pp or cp other than what it ran with: "
-            "give --mesh its dp_shard and dp_replicate alone"
+            f"{trace.source}: an execution trace keeps the tp, pp and cp that it ran with: "
+            "give --mesh only dp_shard and dp_replicate"
         )
     step = _one_step(trace.nodes)
     builder = _Builder(trace.source, mesh, {node.id: node for node in trace.nodes})

@@ -117,10 +117,10 @@ def write_view(
     if view is not None and diff is not None:
         raise UsageError(f"--{view} and --diff cannot be combined")
     name = view or "diff"
-    reason = f"--{name} is of one rank's trace, read as it is"
+    reason = f"--{name} reads one rank's trace as it is"
     refuse_given(*WHOLE_ANALYSIS, *VIEW_FLAGS, "--fail-on", because=reason)
     if name not in _LOOKS_AT_A_STEP:
-        refuse_given("--steps", because=f"--{name} is of the whole trace")
+        refuse_given("--steps", because=f"--{name} covers the whole trace")
     one_of(choice.ranks, f"--{name}", "rank")
     step = one_of(steps, f"--{name}", "step")
     with output.progress(f"analysing the trace of {path}"):

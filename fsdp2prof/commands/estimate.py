@@ -125,7 +125,7 @@ def comm(described: Described, place: Place, weight_sync: str | None, output: Ou
 @CLUSTER(
     "--copy-engine-gathers",
     is_flag=True,
-    help="Copy engines, not kernels, gather parameters within a node: products beside them are not slowed.",
+    help="Copy engines, not kernels, gather parameters within a node: they slow no kernel.",
 )
 @CLUSTER(
     "--calibrate",

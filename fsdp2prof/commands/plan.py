@@ -68,7 +68,7 @@ _SELDOM = frozenset(("mesh", "batch_size", "grad_accum", "optimizer", "loss", "c
 @SEARCH(
     "--refine", is_flag=True, help="Try prefetching, precision and compilation on the winner, by the engine."
 )
-@SEARCH("--no-cache", is_flag=True, help="Execute again what an earlier plan executed.")
+@SEARCH("--no-cache", is_flag=True, help="Repeat the executions of earlier plans.")
 @output_options()
 def plan(
     described: Described,
@@ -115,7 +115,9 @@ def plan(
     amount, currency = _price(price)
     known = measured_of(measured, of_memory=False)
     if isinstance(known, Measured) and described.read is None:
-        raise UsageError("--measured NAME=NUMBER is of the run of --from-config; name that, or give a file")
+        raise UsageError(
+            "--measured NAME=NUMBER describes the run of --from-config; add that, or give a file"
+        )
     with output.progress(f"planning {given.model.source} on {gpus:,} x {place.hardware}") as progress:
         notes: list[str] = []
         if known is not None:

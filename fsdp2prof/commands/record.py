@@ -48,7 +48,7 @@ _WIDTH = 100
     default=240,
     help="Training steps to alternate settings in, at most; fewer where the best is clear.",
 )
-@RUN.everyday("--seed", type=int, default=0, help="Of the order of the blocks.")
+@RUN.everyday("--seed", type=int, default=0, help="Seed of the order of the blocks.")
 @RUN.everyday("--changes-results", is_flag=True, help="Allow candidates that change results: sync=last.")
 @run_directory_options
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")

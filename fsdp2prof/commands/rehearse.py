@@ -49,7 +49,7 @@ def rehearse(
     from fsdp2prof.recorder.launch.launcher import launch
     from fsdp2prof.recorder.rehearsal import as_one_process
 
-    refuse_given("--ranks", "--verify", because="a rehearsal is one rank, whose values mean nothing")
+    refuse_given("--ranks", "--verify", because="a rehearsal runs one rank, whose values are meaningless")
     if rank >= world_size:
         raise UsageError(f"--rank {rank}: a world of {world_size} has ranks 0 to {world_size - 1}")
     started, per_node = as_one_process(command)

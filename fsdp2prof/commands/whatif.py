@@ -76,7 +76,7 @@ def whatif(
         because = "the cluster matters only for another mesh (--set mesh=...)"
         refuse_given("--hardware", *IN_A_NODE, "--measured", because=because)
     elif place.hardware is None:
-        because = "without --hardware the run is on CPUs"
+        because = "without --hardware the run is taken to be on CPUs"
         refuse_given(*IN_A_NODE, "--measured", because=because)
     with output.progress(f"replaying {path}"):
         from fsdp2prof.workflows.whatif import what_if

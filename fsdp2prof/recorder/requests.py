@@ -40,7 +40,7 @@ def take_request(run: Path) -> str | None:
     try:
         return msgspec.json.decode(text, type=_Request).reason
     except msgspec.DecodeError:
-        return "a request that says no reason"
+        return "a request without a reason"
 
 
 def ask_and_wait(run: Path, seconds: float) -> RecordingInfo | None:
@@ -50,7 +50,7 @@ def ask_and_wait(run: Path, seconds: float) -> RecordingInfo | None:
     """
     info = open_run(run).info
     if info.state != "running":
-        raise RunDirectoryError(f"{run}: is over ({info.state}): only a running job can record")
+        raise RunDirectoryError(f"{run}: the run has ended ({info.state}); only a running job can record")
     if not info.options.on_demand and info.options.signal is None:
         raise RunDirectoryError(f"{run}: accepts no requests; start it with record --on-demand")
     before = newest(run)

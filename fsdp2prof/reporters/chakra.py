@@ -134,8 +134,8 @@ class _Writer:
     def _type(self, one: Activity) -> int:
         if one.op not in _TYPES:
             raise InputError(
-                f"rank {self.program.rank}: a trace does not say enough of {op_label(one.op)} ({one.phase}) "
-                "to write it: its peers, or what it is"
+                f"rank {self.program.rank}: Chakra needs the peers and the kind of {op_label(one.op)} "
+                f"({one.phase}), which the trace lacks"
             )
         return _TYPES[one.op]
 

@@ -134,9 +134,9 @@ def _trace(trace: TraceAnalysis) -> Iterator[Metric]:
         _known("part", {part: _seconds(time) for part, time in totals.breakdown_ns.items()}),
     )
     ratios = {
-        "exposed_ratio": (totals.exposed_frac, "Exposed communication, of the step"),
-        "overlap_ratio": (totals.overlap_frac, "Communication that is hidden, of all"),
-        "attributed_ratio": (totals.attributed_frac, "Communication time on a layer, of all"),
+        "exposed_ratio": (totals.exposed_frac, "Exposed communication as a fraction of the step"),
+        "overlap_ratio": (totals.overlap_frac, "Fraction of communication that is hidden"),
+        "attributed_ratio": (totals.attributed_frac, "Fraction of communication time attributed to a layer"),
         "mfu_ratio": (totals.mfu, "Achieved operations over the device's peak"),
     }
     for name, (value, text) in ratios.items():

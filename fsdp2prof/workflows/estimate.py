@@ -81,7 +81,9 @@ class Described:
         """Return it with a file's operators for the model. Raises ``UsageError`` for what they decide."""
         policy = self.values.get("policy", {})
         if idle := sorted(policy.keys() - _BESIDE_A_TRACE):
-            raise UsageError(f"{idle[0]} would have no effect: the operators of {path.name} are as they ran")
+            raise UsageError(
+                f"{idle[0]} would have no effect: the operators of {path.name} are used as recorded"
+            )
         if not {"batch_size", "seq_len"} <= policy.keys():
             raise UsageError(f"{path.name} has no token count: add --batch-size and --seq-len of a rank")
         return replace(self, values={**self.values, "model": f"execution trace {path.name}"})

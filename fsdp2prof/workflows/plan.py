@@ -121,7 +121,9 @@ def in_the_file(made: Plan, described: Described, warnings: Sequence[str], notes
         return made
     text = _changes(described.read, made.winner)
     name = Path(described.read.files[0]).name
-    change = Recipe(tool=f"change to {name}", text=text or "# nothing: the file says the winner already")
+    change = Recipe(
+        tool=f"change to {name}", text=text or "# nothing to change: the file has the winner's settings"
+    )
     return replace(made, recipes=[change, *made.recipes])
 
 

@@ -116,7 +116,7 @@ def test_a_folder_of_traces_says_too_little_to_calibrate_on(
     (tmp_path / "traces" / "rank0.json.gz").write_bytes(trace.read_bytes())
     options = ["--model", "gpt2", "--layers", "1", "--mesh", "dp_shard=2", "--seq-len", "16"]
     ended = call(capfd, "estimate", "step", *options, "--calibrate", tmp_path / "traces")
-    ended.refused("only a run that fsdp2prof recorded says what its configuration was")
+    ended.refused("calibration needs a run recorded by fsdp2prof")
 
 
 def test_a_model_without_attention_has_its_batch_from_its_embedding(recorded: Recorded) -> None:

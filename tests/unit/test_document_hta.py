@@ -38,7 +38,7 @@ def test_the_verdict_comes_before_the_tables(name: str) -> None:
 def test_the_gap_between_two_kernels_by_hand() -> None:
     """20.5 us between the kernels, launched in time: no wait, the cost of launching."""
     assert FOUND["idle_causes"].verdict == [
-        "Stream 7, the busiest, works for 500.0 us and is idle for 20.5 us (3.9%).",
+        "Stream 7, the busiest, has work for 500.0 us and is idle for 20.5 us (3.9%).",
         "100.0% of its idle time: the gap between two kernels.",
     ]
     assert "20.5 us" in rendered("idle_causes", "text")

@@ -117,7 +117,7 @@ def test_idle_time_by_cause(tmp_path: Path) -> None:
         StreamUse(stream=7, busy_ns=520_000, idle_ns=175_000, idle_frac=175 / (520 + 175))
     ]
     assert found.verdict == [
-        "Stream 7, the busiest, works for 520.0 us and is idle for 175.0 us (25.2%).",
+        "Stream 7, the busiest, has work for 520.0 us and is idle for 175.0 us (25.2%).",
         "45.7% of its idle time: mostly waiting for another stream.",
     ]
     stricter = {row.cause: row.idle_ns for row in idle_causes(trace_of(tmp_path, events), 10_000).rows}

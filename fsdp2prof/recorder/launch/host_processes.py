@@ -223,7 +223,8 @@ class HangReport:
         without = "" if _py_spy() else "; with py-spy installed their stacks would be"
         more = f" ({_ranks(silent)} did not answer{without})" if silent else ""
         return (
-            f"no step ends: stacks of {_ranks(ranks)} saved{more}; see `fsdp2prof analyze hang {self._run}`"
+            f"no step has ended for a while: stacks of {_ranks(ranks)} saved{more}; "
+            f"see `fsdp2prof analyze hang {self._run}`"
         )
 
     def _silent(self, kept: Mapping[Path, int]) -> dict[int, int]:

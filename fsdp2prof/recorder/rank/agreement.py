@@ -127,7 +127,7 @@ class LeftError(Exception):
     """A rank has left: nothing can be agreed on any more."""
 
     def __init__(self, stays_with: int) -> None:
-        super().__init__("another rank could not go on")
+        super().__init__("another rank could not continue")
         self.stays_with = stays_with
         """The candidate that is in force on the rank that left, for good; all others must also adopt it."""
 

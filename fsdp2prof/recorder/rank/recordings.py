@@ -214,8 +214,8 @@ class Recordings:
         self._number = plan.number
         if plan.step - warmup_of(options) < step:
             self._file.tell(
-                f"recording {plan.number} was to begin at step {plan.step}, and was seen at step {step}: "
-                "this rank has no part in it"
+                f"recording {plan.number} was due at step {plan.step}; this rank learned of it at step "
+                f"{step} and is left out"
             )
             return
         options = msgspec.structs.replace(options, at_step=plan.step)
@@ -236,7 +236,7 @@ class Recordings:
     def _is_full(self) -> bool:
         if self._limit is None or bytes_taken(self._run) < self._limit:
             return False
-        self._file.tell(f"recordings take more than --max-size {self._options.max_size}: none is added")
+        self._file.tell(f"recordings take more than --max-size {self._options.max_size}: no more are made")
         return True
 
 

@@ -118,7 +118,7 @@ class TraceCapture:
     def measure(self) -> int:
         """Stop, and return the bytes that the file would have."""
         if training_profilers.has_taken_over or not self.discard():
-            raise RuntimeError("a profiler of the training's took the session over")
+            raise RuntimeError("the training's own profiler took over the session")
         with tempfile.TemporaryDirectory(prefix=scratch_prefix(os.getpid())) as folder:
             path = Path(folder, TRACE_FILE)
             self._export(path)

@@ -265,7 +265,7 @@ class Trials:
             if self._agreement is not None:
                 self._agreement.leave()
         except Exception as error:  # the store is gone, and the other ranks soon will be
-            reason = f"{reason}; the other ranks do not know it ({error})"
+            reason = f"{reason}; the other ranks were not informed ({error})"
         self._end(str(reason))
 
     def _end(self, why: str, candidate: int = 0) -> None:

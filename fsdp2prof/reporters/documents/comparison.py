@@ -255,7 +255,7 @@ def _step_table(comparison: RunComparison) -> Table | None:
         columns,
         sorted(parts, key=lambda row: -abs(row.delta_ns)),
         scale=whole,
-        note="ms, mean over ranks and steps; communication holds only what no compute hides",
+        note="ms, mean over ranks and steps; communication is what no compute hides",
         totals=[{one.name: one.value(row) for one in columns} for row in whole],
         remarks=["The unrecorded step is the median wall time of the steps without recording."]
         if comparison.unrecorded_step is not None

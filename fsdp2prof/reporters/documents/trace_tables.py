@@ -51,7 +51,7 @@ def breakdown_table(analysis: TraceAnalysis, predicted: bool) -> Table:
         columns,
         rows,
         every=None if rows == every else every,
-        note="ms; communication and memcpy columns hold only what no compute hides",
+        note="ms; communication and memcpy columns are what no compute hides",
         noun="step",
         totals=[
             {"rank": "mean", "window_ns": totals.step_ns, **mean},

@@ -250,11 +250,11 @@ def analysis_of_summaries(job: JobFiles, options: TraceOptions) -> RunAnalysis:
     """
     references = options.get("references") or References()
     if options.get("steps") is not None or options.get("window", "steps") != "steps":
-        raise UsageError(f"{job.path}: kept as summaries: --steps and --window need the traces")
+        raise UsageError(f"{job.path}: recorded as summaries: --steps and --window need the traces")
     if references.of_accelerator or references.tokens_per_step is not None:
-        raise UsageError(f"{job.path}: kept as summaries: --hardware and --tokens need the traces")
+        raise UsageError(f"{job.path}: recorded as summaries: --hardware and --tokens need the traces")
     if options.get("cluster") is not None:
-        raise UsageError(f"{job.path}: kept as summaries: --cluster would have no effect")
+        raise UsageError(f"{job.path}: recorded as summaries: --cluster would have no effect")
     results: list[RunAnalysis] = []
     unreadable: list[str] = []
     for file in job.summaries.files:
