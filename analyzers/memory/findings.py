@@ -22,7 +22,7 @@ from fsdp2prof.results.finding import EvidenceValue, Finding, Severity
 from fsdp2prof.results.memory import RankMemory
 from fsdp2prof.results.peak import Peak
 from fsdp2prof.tables import NEVER, AllocationTable, BoolArray, Stacks, StepTable
-from fsdp2prof.vocabulary import layer_name
+from fsdp2prof.vocabulary import category_label, layer_name
 
 _FIRST_STEPS = 2
 """Steps at the beginning of a training that may leave less than later ones."""
@@ -299,7 +299,7 @@ def _fragmented(result: RankMemory) -> Iterator[Finding]:
 
 
 def _leaking(rank: int, leak: Leak) -> Finding:
-    what, place = leak.op or leak.category, own_frame(leak.stack)
+    what, place = leak.op or category_label(leak.category), own_frame(leak.stack)
     return finding(
         "leak",
         {
