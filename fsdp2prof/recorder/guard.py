@@ -339,6 +339,7 @@ def _append(file: Path, text: str) -> None:
 
 def _leave_without_session(message: str, text: str) -> None:
     """Leave a manifest that says why there is nothing else, where no session came to be."""
+    from fsdp2prof.manifest import MANIFEST_SCHEMA
     from fsdp2prof.run_directory import ERRORS_FILE, MANIFEST_FILE, rank_folder
 
     run = json.loads(os.environ["FSDP2PROF_RECORD"])["run"]
@@ -347,6 +348,7 @@ def _leave_without_session(message: str, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _append(folder / ERRORS_FILE, text)
     if not (folder / MANIFEST_FILE).exists():
-        said = {"state": "partial", "rank": rank, "pid": os.getpid(), "messages": [message]}
+        said = {"schema": MANIFEST_SCHEMA, "state": "partial", "rank": rank, "pid": os.getpid()}
+        said["messages"] = [message]
         said["world_size"] = int(os.environ.get("WORLD_SIZE", "1"))
         (folder / MANIFEST_FILE).write_text(json.dumps(said))

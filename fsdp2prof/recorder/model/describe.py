@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from fsdp2prof.manifest import (
     MeshInfo,
@@ -30,6 +32,14 @@ from fsdp2prof.recorder.guard import guard
 from fsdp2prof.recorder.model.ownership import state_dtypes, unsharded_tensors
 from fsdp2prof.recorder.model.roots import Root, param_groups
 from fsdp2prof.storage_tracker import has_compiled
+
+
+@contextmanager
+def unseen_by_modes() -> Iterator[None]:
+    """Hide what is done inside from the training's dispatch and function modes, which may count or raise."""
+    modes = _disable_current_modes() if _get_current_dispatch_mode_stack() else nullcontext()
+    with torch._C.DisableTorchFunction(), modes:
+        yield
 
 
 def describe_param_groups(roots: Iterable[Root]) -> list[ParamGroupInfo]:

@@ -16,16 +16,16 @@ from fsdp2prof.recorder.model.step_counts import GroupCounts, StepCounts
 
 
 class Range(record_function):
-    """A range in the trace, open until :meth:`close`; dispatch modes of the training's do not see it."""
+    """A range in the trace, open until :meth:`close`; modes of the training's do not see it."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        with torch._C._DisableTorchDispatch():
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """End the range."""
-        with torch._C._DisableTorchDispatch():
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             self.__exit__(None, None, None)
 
 
@@ -117,7 +117,8 @@ class Roots:
         self._count = 0
         self._marking = False
         self._after_hooks: list[Any] = []
-        self._wrapped: list[tuple[Any, str]] = []
+        self._wrapped: list[tuple[ref[Any], str]] = []
+        """States and groups of FSDP's, which are not kept alive, and their wrapped methods."""
         self._states: WeakSet[Any] = WeakSet()
         """Whose methods are wrapped; modules that were sharded together have one."""
         guard.when_off("roots", lambda: self.mark(False))
@@ -154,7 +155,8 @@ class Roots:
                 while root.ranges:
                     root.close_range()
             for owner, name in self._wrapped:
-                delattr(owner, name)
+                if (there := owner()) is not None:
+                    delattr(there, name)
             self._wrapped.clear()
             return
         for root in self:
@@ -291,7 +293,7 @@ class Roots:
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         setattr(owner, name, method)
-        self._wrapped.append((owner, name))
+        self._wrapped.append((ref(owner), name))
 
 
 def param_groups(state: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from fsdp2prof.recorder.environment_variables import relevant_environment
 from fsdp2prof.recorder.guard import guard
 from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.model import describe, ownership
+from fsdp2prof.recorder.model.describe import unseen_by_modes
 from fsdp2prof.recorder.model.roots import Roots
 from fsdp2prof.recorder.rank.host import machine_info
 from fsdp2prof.recorder.rank.stepping import OptimizerWatch
@@ -78,6 +79,7 @@ class ManifestFile:
         """Write the manifest as it is, or say once that it cannot be written."""
         guard.run("manifest", write_json, self.path, self.manifest)
 
+    @unseen_by_modes()
     def describe(self) -> None:
         """Fill in FSDP's structures and write; before the first forward there is nothing to tell."""
         groups = describe.describe_param_groups(self._roots)
@@ -98,6 +100,7 @@ class ManifestFile:
         self.manifest.compiled_modules = describe.compiled_modules(self._roots)
         self.write()
 
+    @unseen_by_modes()
     def describe_first(self) -> None:
         """As :meth:`describe`, with checksums if asked for: after the first step, on all ranks alike."""
         self.describe()
@@ -110,6 +113,7 @@ class ManifestFile:
         self._settled = True
         self.describe()
 
+    @unseen_by_modes()
     def describe_tensors(self, address: Callable[[torch.Tensor], int]) -> None:
         """Add the storages of known role that are alive now."""
         known = {(tensor.address, tensor.category): tensor for tensor in self.manifest.tensors}

@@ -8,12 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp2prof.manifest import RecordOptions
+from fsdp2prof.manifest import MANIFEST_SCHEMA, RankManifest, RecordOptions
+from fsdp2prof.readers.run.documents import UnreadableError, read_document
 
 from .training import BOUNDARY, ENDINGS, STEPS, TRIAL_STEPS
 
@@ -58,7 +59,10 @@ class Injections:
         return folders
 
     def compare(self, injections: Sequence[dict[str, Any]]) -> None:
-        """Run them and the trainings alone; what ends or prints something else is broken."""
+        """Run them and the trainings alone.
+
+        What ends or prints something else is broken, and what leaves a manifest that cannot be read.
+        """
         kinds = sorted({_kind(one) for one in injections})
         plain = [{"recorded": False, "steps": n, "ranks": m, "ending": how} for n, m, how in kinds]
         folders = self.run([*plain, *injections])
@@ -76,6 +80,8 @@ class Injections:
                 self.broken.append(f"{described(injection)}: exit {codes}: {last}")
             elif _tracebacks(folder) != _tracebacks(plain_folder):
                 self.broken.append(f"{described(injection)}: a traceback on stderr")
+            else:
+                self.broken += [f"{described(injection)}: {said}" for said in _unreadable(folder)]
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -84,6 +90,14 @@ _EXPECTED = {"returns": {0}, "raises": {1}, "SIGTERM": {-15}}
 
 def _tracebacks(folder: Path) -> int:
     return sum(file.read_text().count("Traceback") for file in folder.glob("stderr*"))
+
+
+def _unreadable(folder: Path) -> Iterator[str]:
+    for file in folder.glob("run/**/manifest.json"):
+        try:
+            read_document(file, RankManifest, MANIFEST_SCHEMA)
+        except UnreadableError as error:
+            yield str(error)
 
 
 def _kind(injection: dict[str, Any]) -> tuple[int, int, str]:
