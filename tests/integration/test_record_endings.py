@@ -32,6 +32,7 @@ def script(*arguments: str) -> list[str]:
         ("interrupt", "crashed"),
         ("exit", "crashed"),
         ("os_exit", "crashed"),
+        ("os_exit_well", "partial"),
         ("abort", "crashed"),
         ("SIGKILL", "crashed"),
         ("SIGTERM", "crashed"),

@@ -41,6 +41,8 @@ UNUSUAL = str(script_path("unusual"))
         "saved_on_the_host",
         "by_methods",
         "replicated",
+        "dropped",
+        "under_modes",
     ],
 )
 def test_of_ways_to_train(tmp_path: Path, way: str) -> None:

@@ -118,7 +118,7 @@ def _sum_up(info: RunInfo, path: Path, node_rank: int, alive: Path, ended: _Ende
     info.exit_code = ended.code
     info.finished_at = now()
     killed = end_orphans(_manifests(records_of_node(path, node_rank)), ended.settings)
-    _mark_dead_ranks(records_of_node(path, node_rank), killed)
+    _mark_dead_ranks(records_of_node(path, node_rank), killed, ended.code)
     alive_pids = {int(file.name) for file in alive.iterdir()}
     notes = {line for file in alive.iterdir() for line in file.read_text("utf-8").splitlines()}
     failures = {note for note in notes if note.startswith("!")}
@@ -238,8 +238,11 @@ def _manifests(records: list[RankRecord]) -> list[RankManifest]:
     return [record.manifest for record in records if record.manifest is not None]
 
 
-def _mark_dead_ranks(records: list[RankRecord], killed: list[int]) -> None:
-    """Say of ranks that died unheard (SIGKILL, ``os._exit``, a fault in C++) that they crashed."""
+def _mark_dead_ranks(records: list[RankRecord], killed: list[int], code: int) -> None:
+    """Say of ranks that died unheard (SIGKILL, ``os._exit``, a fault in C++) that they crashed.
+
+    Where the command ended well, so did they.
+    """
     for record in records:
         for leftover in temporaries(record.path):
             leftover.unlink()
@@ -248,11 +251,13 @@ def _mark_dead_ranks(records: list[RankRecord], killed: list[int]) -> None:
             continue
         remove_scratch(manifest.pid)
         manifest.state = "crashed"
-        manifest.error = (
-            "killed: it ran on after the command ended"
-            if record.rank in killed
-            else "ended without a message"
-        )
+        if record.rank in killed:
+            manifest.error = "killed: it ran on after the command ended"
+        elif code:
+            manifest.error = "ended without a message"
+        else:
+            manifest.state = "partial"
+            manifest.messages.append("it ended by os._exit, or could not write its manifest")
         manifest.messages.append("the capture in progress is lost")
         write_json(record.path / MANIFEST_FILE, manifest)
 

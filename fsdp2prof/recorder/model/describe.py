@@ -31,14 +31,14 @@ from fsdp2prof.manifest import (
 from fsdp2prof.recorder.guard import guard
 from fsdp2prof.recorder.model.ownership import state_dtypes, unsharded_tensors
 from fsdp2prof.recorder.model.roots import Root, param_groups
-from fsdp2prof.storage_tracker import has_compiled
+from fsdp2prof.storage_tracker import PlainOperators, has_compiled
 
 
 @contextmanager
 def unseen_by_modes() -> Iterator[None]:
     """Hide what is done inside from the training's dispatch and function modes, which may count or raise."""
-    modes = _disable_current_modes() if _get_current_dispatch_mode_stack() else nullcontext()
-    with torch._C.DisableTorchFunction(), modes:
+    theirs = [one for one in _get_current_dispatch_mode_stack() if not isinstance(one, PlainOperators)]
+    with torch._C.DisableTorchFunction(), _disable_current_modes() if theirs else nullcontext():
         yield
 
 

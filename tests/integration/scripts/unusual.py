@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import multiprocessing
 import os
 import tempfile
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -21,6 +23,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Training:
@@ -255,6 +259,48 @@ def replicated(steps: int) -> Training:
     return training
 
 
+def dropped(steps: int) -> Training:
+    """After every step the model is dropped, and has to be gone, and a new one is made."""
+    for _ in range(steps):
+        training = Training()
+        training.step()
+        model = weakref.ref(training.model)
+        del training
+        gc.collect()
+        print("gone", model() is None, flush=True)
+    return Training()
+
+
+class _Operators(TorchDispatchMode):
+    """Counts what is dispatched."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Functions(TorchFunctionMode):
+    """Counts the calls of torch's functions."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def under_modes(steps: int) -> Training:
+    """Every operator and every call of a step is counted by modes of its own."""
+    training = Training()
+    for _ in range(steps):
+        with _Operators() as operators, _Functions() as functions:
+            training.step()
+        print(operators.count, functions.count, flush=True)
+    return training
+
+
 def as_usual(steps: int) -> Training:
     """Nothing unusual but the command line."""
     training = Training()
@@ -278,6 +324,8 @@ WAYS = {
         saved_on_the_host,
         by_methods,
         replicated,
+        dropped,
+        under_modes,
         as_usual,
     )
 }
