@@ -17,13 +17,16 @@ from fsdp2prof.reporters.perfetto.tracks import (
     FlowPoint,
     RankClock,
     Slice,
+    Slices,
     Track,
+    as_json,
     counter,
     flow,
     named_process,
-    nested,
+    title,
+    track_events,
 )
-from fsdp2prof.tables import PhaseTable
+from fsdp2prof.tables import IntArray, PhaseTable
 from fsdp2prof.vocabulary import layer_name, op_label, printable
 
 _STEPS, _EXPOSED, _STALLS, _PHASES, _LAYERS, _COLLECTIVES, _RECORDED = 1, 2, 3, 100, 200, 300, 400
@@ -35,36 +38,36 @@ _LAUNCHES = 1 << 32
 
 def rank_events(
     tables: RankTables, rank: int, clock: RankClock, flows: Mapping[int, FlowPoint]
-) -> Iterator[Event]:
-    """Yield everything of one rank: metadata first, slices by track, arrows, memory counters.
+) -> Iterator[list[str]]:
+    """Yield everything of one rank as encoded events: its name, slices by track, arrows, memory counters.
 
     ``flows`` go by row among the analysed collectives.
     """
     aside = "" if clock.aligned else "clock not aligned"
-    yield from named_process(rank, f"rank {rank}", aside)
+    yield [as_json(event) for event in named_process(rank, f"rank {rank}", aside)]
     yield from _added(tables, rank, clock)
     yield from _collectives(tables, rank, clock, flows)
     yield from _recorded(tables, rank, clock)
-    yield from _memory(tables, rank, clock)
+    yield [as_json(event) for event in _memory(tables, rank, clock)]
 
 
-def _added(tables: RankTables, rank: int, clock: RankClock) -> Iterator[Event]:
+def _added(tables: RankTables, rank: int, clock: RankClock) -> Iterator[list[str]]:
     """Yield steps, exposed communication, stalls, and each thread's phases and layers."""
     windows = tables.windows
     steps = [
         Slice(int(start), int(end), f"step {step}", "step")
         for step, start, end in zip(windows.step, windows.start_ns, windows.end_ns, strict=True)
     ]
-    yield from _slices(Track(_STEPS, "step", 0), steps, rank, clock)
-    yield from _slices(Track(_EXPOSED, "exposed", 1), _exposed(tables), rank, clock)
-    yield from _slices(Track(_STALLS, "stall", 2), _stalls(tables), rank, clock)
+    yield _lines(Track(_STEPS, "step", 0), steps, rank, clock)
+    yield _lines(Track(_EXPOSED, "exposed", 1), _exposed(tables), rank, clock)
+    yield _lines(Track(_STALLS, "stall", 2), _stalls(tables), rank, clock)
     for place, thread in enumerate(sorted(set(tables.phases.thread.tolist()))[:_MOST]):
         phases = tables.phases.take(tables.phases.thread == thread)
         name = _thread_name(tables, thread)
         phase = _runs(phases, phases.phase.to_list())
         layer = _runs(phases, [None if fqn is None else layer_name(fqn) for fqn in phases.fqn.to_list()])
-        yield from _slices(Track(_PHASES + place, f"FSDP phase, {name}", 3), phase, rank, clock)
-        yield from _slices(Track(_LAYERS + place, f"layer, {name}", 4), layer, rank, clock)
+        yield _lines(Track(_PHASES + place, f"FSDP phase, {name}", 3), phase, rank, clock)
+        yield _lines(Track(_LAYERS + place, f"layer, {name}", 4), layer, rank, clock)
 
 
 def _exposed(tables: RankTables) -> Iterator[Slice]:
@@ -105,7 +108,7 @@ def _runs(phases: PhaseTable, names: list[str | None]) -> Iterator[Slice]:
 
 def _collectives(
     tables: RankTables, rank: int, clock: RankClock, flows: Mapping[int, FlowPoint]
-) -> Iterator[Event]:
+) -> Iterator[list[str]]:
     """Yield every collective with all that is known of it, a track a kind, and the arrows between ranks."""
     table = tables.collectives.table
     analysed = np.flatnonzero(np.isin(table.step, tables.windows.step)).tolist()
@@ -114,25 +117,21 @@ def _collectives(
     np.add.at(exposed, tables.exposure.collective, tables.exposure.exposed_ns)
     exposed_ns = exposed.tolist()
     for place, op in enumerate(sorted(set(table.op.to_list()), key=str)[:_MOST]):
-        rows = np.flatnonzero(table.op.equals(op)).tolist()
-        slices = [
-            Slice(
-                int(table.start_ns[row]),
-                int(table.end_ns[row]),
-                _title(tables, row),
-                "collective",
-                _about(tables, row, exposed_ns[row]),
-                row,
-            )
-            for row in rows
-        ]
+        rows = np.flatnonzero(table.op.equals(op))
+        titles = [_title(tables, row) for row in rows.tolist()]
+        slices = Slices(
+            table.start_ns[rows],
+            table.end_ns[rows],
+            [title(one, "collective") for one in titles],
+            [as_json(_about(tables, row, exposed_ns[row])) for row in rows.tolist()],
+        )
         track = Track(_COLLECTIVES + place, op_label(op or "other"), 5)
-        for event, one in _events(track, slices, rank, clock):
-            yield event
-            if one is not None and one.row in points:
-                point = points[one.row]
+        lines, tids = track_events(track, slices, rank, clock)
+        for row, name, tid in zip(rows.tolist(), titles, tids.tolist(), strict=True):
+            if (point := points.get(row)) is not None:
                 time = clock.us(point.time_ns)
-                yield flow(point.kind, one.name, "collective", point.number, rank, event["tid"], time)
+                lines.append(as_json(flow(point.kind, name, "collective", point.number, rank, tid, time)))
+        yield lines
 
 
 def _about(tables: RankTables, row: int, exposed_ns: int) -> dict[str, Any]:
@@ -162,7 +161,7 @@ def _about(tables: RankTables, row: int, exposed_ns: int) -> dict[str, Any]:
 # What was recorded.
 
 
-def _recorded(tables: RankTables, rank: int, clock: RankClock) -> Iterator[Event]:
+def _recorded(tables: RankTables, rank: int, clock: RankClock) -> Iterator[list[str]]:
     """Yield the trace's own events, each on its thread or stream, and the arrows from launches."""
     events = tables.trace.events
     on_device = events.stream >= 0
@@ -170,44 +169,47 @@ def _recorded(tables: RankTables, rank: int, clock: RankClock) -> Iterator[Event
     names = [*map(printable, events.name.values), ""]  # -1 is without a name
     categories = [*map(printable, events.category.values), ""]
     about = _layers_of_events(tables)
-    tids: dict[int, int] = {}
+    tids = np.zeros(len(events), dtype=np.int64)
     lanes = sorted(set(zip(on_device.tolist(), lane.tolist(), strict=True)))
     for place, (device, number) in enumerate(lanes):
-        rows = np.flatnonzero((on_device == device) & (lane == number)).tolist()
-        columns = (events.start_ns, events.end_ns, events.name.codes, events.category.codes)
-        slices = (
-            Slice(start, end, names[name], categories[category], about.get(row, {}), row)
-            for row, start, end, name, category in zip(
-                rows, *(column[rows].tolist() for column in columns), strict=True
-            )
+        rows = np.flatnonzero((on_device == device) & (lane == number))
+        said = zip(events.name.codes[rows].tolist(), events.category.codes[rows].tolist(), strict=True)
+        slices = Slices(
+            events.start_ns[rows],
+            events.end_ns[rows],
+            [title(names[name], categories[category]) for name, category in said],
+            [about.get(row, "") for row in rows.tolist()],
         )
         name = f"stream {number}" if device else _thread_name(tables, number)
         track = Track(_RECORDED + place, name, 7 if device else 6)
-        for event, one in _events(track, slices, rank, clock):
-            if one is not None:
-                tids[one.row] = event["tid"]
-            yield event
-    yield from _launches(tables, rank, clock, tids)
+        lines, tids[rows] = track_events(track, slices, rank, clock)
+        yield lines
+    yield _launches(tables, rank, clock, tids)
 
 
-def _launches(tables: RankTables, rank: int, clock: RankClock, tids: Mapping[int, int]) -> Iterator[Event]:
-    """Yield an arrow from each call to what it launched."""
+def _launches(tables: RankTables, rank: int, clock: RankClock, tids: IntArray) -> list[str]:
+    """Return an arrow from each call to what it launched."""
     events = tables.trace.events
     device = np.flatnonzero(events.stream >= 0)
     calls = host_launches(events, device)
-    columns = device, calls, events.start_ns[calls], events.start_ns[device]
-    for row, call, issued, begun in zip(*(column.tolist() for column in columns), strict=True):
-        if call >= 0:
-            number = rank * _LAUNCHES + row
-            yield flow("s", "launch", "launch", number, rank, tids[call], clock.us(issued))
-            yield flow("f", "launch", "launch", number, rank, tids[row], clock.us(begun))
+    device, calls = device[calls >= 0], calls[calls >= 0]
+    numbers = rank * _LAUNCHES + device
+    ends = (("s", calls, ""), ("f", device, ',"bp":"e"'))
+    arrow = '{{"ph":"{}","name":"launch","cat":"launch","id":{},"pid":{},"tid":{},"ts":{}{}}}'.format
+    return [
+        arrow(kind, number, rank, tid, time, rest)
+        for kind, rows, rest in ends
+        for number, tid, time in zip(
+            numbers.tolist(), tids[rows].tolist(), clock.each_us(events.start_ns[rows]), strict=True
+        )
+    ]
 
 
-def _layers_of_events(tables: RankTables) -> dict[int, dict[str, Any]]:
+def _layers_of_events(tables: RankTables) -> dict[int, str]:
     """Return event row -> layer and phase, of what ran on the device (host-only: of working operators)."""
     work, phases, table = tables.work, tables.phases, tables.collectives.table
     fqn, phase = phases.fqn.lookup(work.phase_row), phases.phase.lookup(work.phase_row)
-    found = {int(event): _place(fqn[i], phase[i]) for i, event in enumerate(work.event.tolist())}
+    found = {event: _place(fqn[i], phase[i]) for i, event in enumerate(work.event.tolist())}
     carried = tables.device.event[tables.collectives.activity].tolist()
     for event, owner in zip(carried, tables.collectives.activity_owner.tolist(), strict=True):
         found[event] = _place(table.fqn[owner], table.phase[owner])
@@ -215,8 +217,8 @@ def _layers_of_events(tables: RankTables) -> dict[int, dict[str, Any]]:
 
 
 @lru_cache(maxsize=4096)
-def _place(fqn: str | None, phase: str | None) -> dict[str, Any]:
-    return {"layer": printable(layer_name(fqn)), "phase": phase or "other"}
+def _place(fqn: str | None, phase: str | None) -> str:
+    return as_json({"layer": printable(layer_name(fqn)), "phase": phase or "other"})
 
 
 def _memory(tables: RankTables, rank: int, clock: RankClock) -> Iterator[Event]:
@@ -231,31 +233,8 @@ def _memory(tables: RankTables, rank: int, clock: RankClock) -> Iterator[Event]:
             yield counter(rank, f"{name}, bytes", clock.us(int(memory.time_ns[row])), known)
 
 
-def _slices(track: Track, slices: Iterable[Slice], rank: int, clock: RankClock) -> Iterator[Event]:
-    for event, _ in _events(track, slices, rank, clock):
-        yield event
-
-
-def _events(
-    track: Track, slices: Iterable[Slice], rank: int, clock: RankClock
-) -> Iterator[tuple[Event, Slice | None]]:
-    """Yield a track's slices as events with what each was made of, and before a row its metadata (None)."""
-    rows = -1
-    for row, one in nested(slices):
-        if row > rows:
-            rows = row
-            for event in track.named(rank, row):
-                yield event, None
-        complete: Event = {
-            "ph": "X",
-            "name": one.name,
-            "cat": one.category,
-            "pid": rank,
-            "tid": track.tid(row),
-            "ts": clock.us(one.start_ns),
-            "dur": (one.end_ns - one.start_ns) / 1000,
-        }
-        yield (complete | {"args": one.args} if one.args else complete), one
+def _lines(track: Track, slices: Iterable[Slice], rank: int, clock: RankClock) -> list[str]:
+    return track_events(track, Slices.of(slices), rank, clock)[0]
 
 
 def _thread_name(tables: RankTables, thread: int) -> str:

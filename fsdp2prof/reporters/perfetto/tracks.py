@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 
 from fsdp2prof.analyzers.ranks.matching import match_collectives
@@ -19,6 +21,7 @@ from fsdp2prof.analyzers.ranks.summary import RankSummary
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.memory import RankMemory
 from fsdp2prof.results.trace import TraceAnalysis
+from fsdp2prof.tables import IntArray
 from fsdp2prof.vocabulary import CATEGORIES, layer_name, printable
 
 Event: TypeAlias = dict[str, Any]
@@ -38,8 +41,40 @@ class Slice(NamedTuple):
     name: str
     category: str
     args: Mapping[str, Any] = _NOTHING
-    row: int = -1
-    """Row of the table it was made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """Slices of a track by column, with times in the rank's own nanoseconds."""
+
+    start_ns: IntArray
+    end_ns: IntArray
+    titles: Sequence[str]
+    """JSON of a slice's name and category, as :func:`title`."""
+    args: Sequence[str]
+    """JSON of what else is known of it, or nothing."""
+
+    @classmethod
+    def of(cls, slices: Iterable[Slice]) -> Slices:
+        """Return slices as columns."""
+        rows = list(slices)
+        return cls(
+            np.array([one.start_ns for one in rows], dtype=np.int64),
+            np.array([one.end_ns for one in rows], dtype=np.int64),
+            [title(one.name, one.category) for one in rows],
+            [as_json(one.args) if one.args else "" for one in rows],
+        )
+
+
+@lru_cache(maxsize=1 << 16)
+def title(name: str, category: str) -> str:
+    """Return the keys of an event that say what it is, as JSON."""
+    return f'"name":{as_json(name)},"cat":{as_json(category)}'
+
+
+def as_json(value: Any) -> str:
+    """Encode a value."""
+    return msgspec.json.encode(value).decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +112,49 @@ def named_process(pid: int, name: str, labels: str = "") -> Iterator[Event]:
         yield {"ph": "M", "name": "process_labels", "pid": pid, "tid": 0, "args": {"labels": labels}}
 
 
-def nested(slices: Iterable[Slice]) -> Iterator[tuple[int, Slice]]:
-    """Yield slices by start, each with the first row in which it nests."""
-    rows: list[list[int]] = []
-    for one in sorted(slices, key=lambda one: (one.start_ns, -one.end_ns)):
-        row = next((row for row, ends in enumerate(rows) if _fits(ends, one)), len(rows))
+def nested(starts: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """Return the first row in which each slice nests; they are ordered by start, the longer first."""
+    rows: list[list[int]] = [[]]
+    first, placed = rows[0], []
+    for start, end in zip(starts, ends, strict=True):
+        while first and first[-1] <= start:
+            first.pop()
+        if not first or end <= first[-1]:
+            first.append(end)
+            placed.append(0)
+            continue
+        row = next((row for row in range(1, len(rows)) if _fits(rows[row], start, end)), len(rows))
         if row == len(rows):
             rows.append([])
-        rows[row].append(one.end_ns)
-        yield row, one
+        rows[row].append(end)
+        placed.append(row)
+    return placed
 
 
-def _fits(ends: list[int], one: Slice) -> bool:
+def _fits(open_ends: list[int], start: int, end: int) -> bool:
     """Whether a slice lies inside the innermost of a row that has not ended; forget those that have."""
-    while ends and ends[-1] <= one.start_ns:
-        ends.pop()
-    return not ends or one.end_ns <= ends[-1]
+    while open_ends and open_ends[-1] <= start:
+        open_ends.pop()
+    return not open_ends or end <= open_ends[-1]
+
+
+def track_events(track: Track, slices: Slices, pid: int, clock: RankClock) -> tuple[list[str], IntArray]:
+    """Encode a track: metadata of its rows, slices by start. Return the thread id of each slice, too."""
+    order = np.lexsort((-slices.end_ns, slices.start_ns))
+    start, end = slices.start_ns[order], slices.end_ns[order]
+    rows = nested(start.tolist(), end.tolist())
+    tids = np.array([track.tid(row) for row in range(max(rows, default=-1) + 1)], dtype=np.int64)[rows]
+    lines = [as_json(event) for row in range(max(rows, default=-1) + 1) for event in track.named(pid, row)]
+    times = clock.each_us(start), ((end - start) / _US).tolist()
+    titles, args = slices.titles, slices.args
+    lines += [
+        f'{{"ph":"X",{titles[i]},"pid":{pid},"tid":{tid},"ts":{ts},"dur":{dur}'
+        + (f',"args":{args[i]}}}' if args[i] else "}")
+        for i, tid, ts, dur in zip(order.tolist(), tids.tolist(), *times, strict=True)
+    ]
+    of_slice = np.empty(len(order), dtype=np.int64)
+    of_slice[order] = tids
+    return lines, of_slice
 
 
 def counter(pid: int, name: str, time_us: float, values: Mapping[str, int | float]) -> Event:
@@ -123,6 +185,11 @@ class RankClock:
     def us(self, time_ns: int) -> float:
         """Return a time in microseconds; exact to the nanosecond for 52 days."""
         return (time_ns + self.shift_ns) / _US
+
+    def each_us(self, times_ns: IntArray) -> list[float]:
+        """Return times in microseconds."""
+        microseconds: list[float] = ((times_ns + self.shift_ns) / _US).tolist()
+        return microseconds
 
 
 def rank_clocks(summaries: Sequence[RankSummary], analysis: TraceAnalysis) -> dict[int, RankClock]:

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-import msgspec
 from isal import igzip
 
 from fsdp2prof import __version__
 from fsdp2prof.errors import SnapshotError
 from fsdp2prof.files import replacing
 from fsdp2prof.reporters.perfetto.rank_events import rank_events
-from fsdp2prof.reporters.perfetto.tracks import collective_flows, finding_events, memory_events, rank_clocks
+from fsdp2prof.reporters.perfetto.tracks import (
+    as_json,
+    collective_flows,
+    finding_events,
+    memory_events,
+    rank_clocks,
+)
 from fsdp2prof.results.memory import RankMemory
 from fsdp2prof.workflows.analyze import analyze_memory, analyze_ranks, read_tables
 from fsdp2prof.workflows.job.job_files import JobFiles
@@ -25,9 +29,6 @@ from fsdp2prof.workflows.ranks.one_rank import TraceOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-_CHUNK = 5000
-"""Events that are encoded at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,13 +56,13 @@ def export_perfetto(job: JobFiles, path: Path, **options: Unpack[TraceOptions]) 
     flows = collective_flows(summaries, clocks)
     rank_of_source = {one.rank.source: one.rank.rank for one in analyses}
 
-    def events() -> Iterator[dict[str, Any]]:
+    def events() -> Iterator[list[str]]:
         for _, tables in read_tables(job, **options):
             rank = rank_of_source[tables.trace.source]
             yield from rank_events(tables, rank, clocks[rank], flows.get(rank, {}))
-        yield from finding_events(analysis, clocks)
+        yield list(map(as_json, finding_events(analysis, clocks)))
         for position, memory in enumerate(_memory(job)):
-            yield from memory_events(memory, position)
+            yield list(map(as_json, memory_events(memory, position)))
 
     warnings = shown(analysis.warnings)
     about = {
@@ -107,14 +108,12 @@ def _opened(path: Path, *, compressed: bool) -> Iterator[IO[bytes]]:
             yield plain
 
 
-def _write(file: IO[bytes], events: Iterable[dict[str, Any]], about: dict[str, Any]) -> int:
-    """Write the document event by event; return how many there are."""
-    encoder = msgspec.json.Encoder()
-    file.write(b'{"displayTimeUnit":"ns","otherData":' + encoder.encode(about) + b',"traceEvents":[\n')
-    count, rest = 0, iter(events)
-    for first in rest:
-        chunk = list(islice(chain([first], rest), _CHUNK))
-        file.write((b",\n" if count else b"") + b",\n".join(map(encoder.encode, chunk)))
-        count += len(chunk)
+def _write(file: IO[bytes], events: Iterable[list[str]], about: dict[str, Any]) -> int:
+    """Write the document list by list; return how many events there are."""
+    file.write(f'{{"displayTimeUnit":"ns","otherData":{as_json(about)},"traceEvents":['.encode())
+    count, between = 0, "\n"
+    for lines in filter(None, events):
+        file.write((between + ",\n".join(lines)).encode())
+        count, between = count + len(lines), ",\n"
     file.write(b"\n]}\n")
     return count
