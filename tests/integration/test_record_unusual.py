@@ -43,6 +43,7 @@ UNUSUAL = str(script_path("unusual"))
         "replicated",
         "dropped",
         "under_modes",
+        "with_children",
     ],
 )
 def test_of_ways_to_train(tmp_path: Path, way: str) -> None:

@@ -7,8 +7,10 @@ import asyncio
 import gc
 import multiprocessing
 import os
+import signal
 import tempfile
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -301,6 +303,21 @@ def under_modes(steps: int) -> Training:
     return training
 
 
+def with_children(steps: int) -> Training:
+    """In every step a child, for any of which is waited; each end of one is counted."""
+    training, ended = Training(), Counter[str]()
+    signal.signal(signal.SIGCHLD, lambda *_: ended.update(["told"]))
+    for step in range(steps):
+        child = os.fork()
+        if not child:
+            os._exit(step)
+        waited, status = os.wait()
+        print(waited == child, os.waitstatus_to_exitcode(status), flush=True)
+        training.step()
+    print(ended["told"], flush=True)
+    return training
+
+
 def as_usual(steps: int) -> Training:
     """Nothing unusual but the command line."""
     training = Training()
@@ -326,6 +343,7 @@ WAYS = {
         replicated,
         dropped,
         under_modes,
+        with_children,
         as_usual,
     )
 }
