@@ -171,7 +171,10 @@ def _measured_run(row: Mapping[Any, Any], where: str) -> MeasuredRun:
     policy = {
         name: value for name, value in given.items() if name not in (*_OF_A_RUN, *_UNITS) and name != "policy"
     }
-    policy |= given.get("policy", {})
+    own = given.get("policy", {})
+    if not isinstance(own, dict):
+        raise InputError(f"{where}: policy is not a table")
+    policy |= own
     options = options_of(PolicySpec)
     unknown = [name for name in policy if name not in options]
     if unknown:
@@ -179,15 +182,18 @@ def _measured_run(row: Mapping[Any, Any], where: str) -> MeasuredRun:
     return MeasuredRun(
         values={
             **{name: given[name] for name in _OF_A_RUN if name in given},
-            "policy": {name: _typed(value) for name, value in policy.items()},
+            "policy": {name: _typed(value, f"{where}, {name}") for name, value in policy.items()},
         },
         measured=Measured.parse(f"{numbers[0]}={given[numbers[0]]}"),
     )
 
 
-def _typed(value: Any) -> Any:
+def _typed(value: Any, where: str) -> Any:
     """A cell of a CSV as YAML has it: numbers, yes and no."""
-    return parse_yaml(value) if isinstance(value, str) and value else value
+    try:
+        return parse_yaml(value) if isinstance(value, str) and value else value
+    except ValueError as error:
+        raise InputError(f"{where}: {' '.join(str(error).split())}") from None
 
 
 def fitted(

@@ -23,8 +23,8 @@ _RANK = re.compile(
 )
 """A rank's host and device."""
 _ROW = re.compile(
-    r"^(?:\[[^\]\n]*\]<\w+>:)?[ \t]*(\d+)[ \t]+\d+[ \t]+[a-z]\w*[ \t]+"
-    r"(?:[a-z]+[ \t]+(?:(?:-1|\d\d?)[ \t]+)?)?(\d+(?:\.\d+)?)(?:[ \t]+\d+(?:\.\d+)?){2}[ \t]",
+    r"^(?:\[[^\]\n]*\]<\w+>:)?[ \t]*(\d{1,18})[ \t]+\d+[ \t]+[a-z]\w*[ \t]+"
+    r"(?:[a-z]+[ \t]+(?:(?:-1|\d\d?)[ \t]+)?)?(\d{1,15}(?:\.\d{1,15})?)(?:[ \t]+\d+(?:\.\d+)?){2}[ \t]",
     re.MULTILINE,
 )
 """Size in bytes, and microseconds out of place; mpirun may put the rank before the line."""

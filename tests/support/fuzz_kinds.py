@@ -18,12 +18,19 @@ import torch
 from synthetic import Schedule, record, transformer
 from synthetic import write as write_trace
 from synthetic.nsys import write_nsys
+from unit import test_watchdog_logs as watchdog_lines
+from unit.test_bench import nccl_tests
+from unit.test_trainer_configs import EXPECTED as TRAINERS
 
 from fsdp2prof.analyzers.bench import bench_result
 from fsdp2prof.estimators.config.cluster import Cluster
+from fsdp2prof.estimators.config.documents import parse_toml, parse_yaml
 from fsdp2prof.estimators.config.hardware import HardwareSpec, known_hardware
 from fsdp2prof.estimators.config.inputs import EstimateSpec, load_config, make_spec
+from fsdp2prof.estimators.config.measured import read_measured
 from fsdp2prof.estimators.config.mesh import MeshSpec
+from fsdp2prof.estimators.config.trainers import read_trainer_files
+from fsdp2prof.estimators.models.catalog import builtin_config
 from fsdp2prof.estimators.simulate.program import Program
 from fsdp2prof.estimators.step import program_of, simulate_program
 from fsdp2prof.estimators.timeline.execution_trace import program_of_trace
@@ -288,6 +295,57 @@ def _use_hardware(file: Path) -> Any:
     return simulate_program(program, spec.model, spec.mesh, spec.policy, cluster).estimate
 
 
+def _toml(document: Any) -> bytes:
+    """Tables are inline; what TOML cannot hold is its text."""
+
+    def value(item: Any) -> str:
+        if isinstance(item, dict):
+            return (
+                "{" + ", ".join(f"{json.dumps(str(key))} = {value(one)}" for key, one in item.items()) + "}"
+            )
+        if isinstance(item, list):
+            return "[" + ", ".join(map(value, item)) + "]"
+        return json.dumps(str(item) if item is None else item)
+
+    items = document.items() if isinstance(document, dict) else {"value": document}.items()
+    lines = [f"{json.dumps(str(key))} = {value(item)}" for key, item in items]
+    return "\n".join(lines).encode("utf-8", "surrogatepass")
+
+
+def _of_trainer(name: str, text: str) -> Kind:
+    is_yaml = name.endswith(".yaml")
+    document = parse_yaml(text) if is_yaml else parse_toml(text)
+
+    def use(at: Path) -> None:
+        values = read_trainer_files([at / name], world_size=8).values
+        builtin_config(make_spec(values).model.source)
+
+    return Kind(name, lambda _: document, _json if is_yaml else _toml, use)
+
+
+def _measured_runs(_: Path) -> Any:
+    return [
+        {"model": "llama3-8b", "mesh": "dp_shard=8", "batch_size": 1, "seq_len": 8192, "step_ms": 1500},
+        {"model": "llama3-8b", "mesh": "dp_shard=8", "policy": {"ac": "full"}, "mfu": "45%"},
+    ]
+
+
+def _csv(_: Path) -> bytes:
+    head = b"model,mesh,batch_size,ac,tokens_per_s_per_gpu\n"
+    return head + b"llama3-8b,dp_shard=8,2,full,5600\nllama3-70b,dp_shard=64,1,,800\n"
+
+
+def _use_measured_runs(file: Path) -> None:
+    for one in read_measured(file):
+        make_spec(one.values)
+
+
+def _watchdog(folder: Path) -> bytes:
+    lines = [f"step 34 loss 1.2\n{watchdog_lines.timed_out(0, 7)}", watchdog_lines.at_work(0, 7, 8, 6)]
+    lines += [watchdog_lines.asked(1, 6, 6), watchdog_lines.at_work_before(1, 7, 7, 6, group="PG 3 Rank")]
+    return "\n".join(lines * 2).encode()
+
+
 def _json_lines(document: Any) -> bytes:
     lines = document if isinstance(document, list) else [document]
     return b"\n".join(map(_json, lines)) + b"\n"
@@ -347,6 +405,22 @@ KINDS = {
     ),
     "watched": Kind(f"{rank_folder(0)}/{STEPS_FILE}", _watched, _json_lines, _use_watched),
     "hardware": Kind("it.yaml", _hardware, _json, lambda at: _use_hardware(at / "it.yaml")),
+    "nccl-tests": Kind(
+        "it.txt",
+        lambda _: nccl_tests("all_gather_perf").encode(),
+        _bytes,
+        lambda at: _use_hardware(at / "it.txt"),
+    ),
+    "measured": Kind("it.yaml", _measured_runs, _json, lambda at: _use_measured_runs(at / "it.yaml")),
+    "measured csv": Kind("it.csv", _csv, _bytes, lambda at: _use_measured_runs(at / "it.csv")),
+    "watchdog log": Kind("train.log", _watchdog, _bytes, lambda at: analyze_hang(at)),
+    "toml": Kind(
+        "config.toml",
+        _config,
+        _toml,
+        lambda at: make_spec(load_config(at / "config.toml")).model.kind and None,
+    ),
+    **{name: _of_trainer(name, text) for name, (text, _) in TRAINERS.items()},
     "bench": Kind("it.json", _bench, _json, lambda at: _use_hardware(at / "it.json")),
 }
 """Name -> kind."""

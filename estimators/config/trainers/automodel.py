@@ -84,7 +84,7 @@ def _low_precision(run: Reading) -> None:
         if is_on(gather) and run.policy["float8"] == "tensorwise":
             run.set("fp8_all_gather", True, gather)
         outside = run.get("fp8.filter_fqns")
-        extra = [one for one in outside.value or () if one != "lm_head"]
+        extra = [one for one in outside.names() if one != "lm_head"]
         if extra:
             run.notes.append(f"{outside.key}: {', '.join(map(str, extra))} is in float8 in the estimate")
         run.get("fp8.precompute_float8_dynamic_scale_for_fsdp", "fp8.force_recompute_fp8_weight_in_bwd")

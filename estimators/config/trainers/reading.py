@@ -65,11 +65,19 @@ class Value:
         """The value as a whole number. Raises ``ModelError``."""
         try:
             number = int(self.value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = least - 1
         if isinstance(self.value, bool) or number < least:
             raise ModelError(f"{self.source}: {self.key} = {self.value!r} is not a number from {least} on")
         return number
+
+    def names(self) -> list[str]:
+        """The value as a list of names; empty for none. Raises ``ModelError``."""
+        if self.value is None:
+            return []
+        if not isinstance(self.value, list | tuple) or not all(isinstance(one, str) for one in self.value):
+            raise ModelError(f"{self.source}: {self.key} = {self.value!r} is not a list of names")
+        return list(self.value)
 
     def word(self) -> str:
         """The value as a word in small letters; empty for none."""

@@ -187,7 +187,7 @@ def _compilation(run: Reading) -> None:
             if key.given and key:
                 run.notes.append(f"{key.key} does nothing: compile.enable is false")
         return
-    named = ["model", "loss"] if parts.value is None else [str(one) for one in parts.value]
+    named = ["model", "loss"] if parts.value is None else parts.names()
     if _is_of_before_march_2025(run):
         named = ["model"]
     if "model" in named:
@@ -234,7 +234,7 @@ def _converters(run: Reading) -> None:
         for name in ("precompute_float8_dynamic_scale_for_fsdp", "model_compile_enabled"):
             run.get(f"{table}.{name}")
         left = run.get(f"{table}.filter_fqns")
-        extra = [one for one in left.value or () if one not in _NOT_FLOAT8]
+        extra = [one for one in left.names() if one not in _NOT_FLOAT8]
         if extra:
             run.notes.append(
                 f"{left.key}: {', '.join(extra)} stays out of float8 there, and not in the estimate"

@@ -50,7 +50,7 @@ def read_torchtune(run: Reading) -> None:
     read_offloading(run, "enable_activation_offloading")
     layers = run.get("custom_sharded_layers")
     if layers.value:
-        run.set("wrap", ("block", *layers.value), layers)
+        run.set("wrap", ("block", *layers.names()), layers)
     run.option("offload", "fsdp_cpu_offload", "fsdp.cpu_offload")
     reshard = run.get("fsdp_reshard_after_forward")
     run.set("reshard", "always" if is_on(reshard) else "never", reshard)
@@ -89,7 +89,7 @@ def _model(run: Reading) -> None:
     if rank.value is None:
         return
     chosen = run.get("model.lora_attn_modules")
-    names = [one.replace("output_proj", "o_proj") for one in chosen.value or ("q_proj", "v_proj")]
+    names = [one.replace("output_proj", "o_proj") for one in chosen.names() or ("q_proj", "v_proj")]
     if is_on(mlp := run.get("model.apply_lora_to_mlp")):
         names += _MLP
     if is_on(head := run.get("model.apply_lora_to_output")):
