@@ -42,14 +42,16 @@ class _Pass:
     start: int
     end: int
     modules: Counter[str] = field(default_factory=Counter)
+    """Each module that it labels, and how often it ran."""
 
 
 def evaluation(tables: RankTables) -> Evaluation:
     """Return the forwards without a backward.
 
-    A backward belongs to the latest forwards before it that ran the same modules, as many as its modules have
-    ``pre_backward`` labels. A model of which no forward has a backward (a frozen teacher) is not evaluated:
-    it is part of the training, and left out even where its modules have the names of a trained model's.
+    A backward belongs to the latest forwards before it that ran its modules, for each module as many as it
+    has ``pre_backward`` labels: a head that runs once more for its loss leaves the blocks to the forward
+    before. A model of which no forward has a backward (a frozen teacher) is not evaluated: it is part of the
+    training, and left out even where its modules have the names of a trained model's.
     Where models are updated in turns, a backward may come after another's update.
     Neither is a forward that the recording cuts off from its backward.
     """
@@ -81,7 +83,7 @@ def evaluation(tables: RankTables) -> Evaluation:
             current = _Pass(start, end)
             open_ones.append(current)
         elif current is not None and fqn is not None:
-            current.modules[fqn] += 1
+            current.modules[fqn] += kind == "pre_forward"
             current.end = max(current.end, end)
         elif current is not None and kind in _ENDS_FORWARD:
             current.end = max(current.end, end)
@@ -127,12 +129,12 @@ def _match(open_ones: list[_Pass], backward: Counter[str], updated: int) -> bool
     if not backward:
         return False
     in_turns = False
-    wanted = Counter(backward.values()).most_common(1)[0][0]
+    left = Counter(backward)
     for one in reversed(list(open_ones)):
-        if wanted and _alike(backward, one.modules):
+        if _alike(left, one.modules):
             open_ones.remove(one)
             in_turns |= one.start < updated
-            wanted -= 1
+            left -= Counter({module: max(1, count) for module, count in one.modules.items()})
     return in_turns
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fsdp2prof.errors import UsageError
+from fsdp2prof.errors import ModelError, UsageError
 from fsdp2prof.estimators.config.documents import read_text
 from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.inputs import EstimateSpec, load_config, make_spec
@@ -182,6 +182,8 @@ def describe(
     elif overrides:
         raise UsageError("--override changes a key of --from-config: name the file")
     has_model = "model" in of_file or "model" in given
+    if trainer is not None and not has_model:
+        raise ModelError(trainer.no_model)
     told = {**of_file.get("policy", {}), **policy}
     recorded = values_of_run(manifest, **_micro_batches(told)) if manifest is not None and has_model else {}
     source = given.get("model") or of_file.get("model")

@@ -74,3 +74,23 @@ def test_a_forward_whose_backward_comes_after_another_models_update_is_no_evalua
     for step, begin in enumerate([*begins, at][1:]):
         trace.label(f"ProfilerStep#{step}", begins[step], begin)
     assert evaluation(rank_tables(trace.build())).passes == []
+
+
+@pytest.mark.parametrize("evaluated", [0, 2])
+def test_a_head_that_runs_again_for_its_loss_leaves_the_blocks_their_forward(evaluated: int) -> None:
+    """A loss in pieces calls the head outside the model's forward, which makes it a root of its own there."""
+    trace, at = TraceBuilder(), 0
+
+    def label(*names: str) -> None:
+        nonlocal at
+        for name in names:
+            trace.label(f"FSDP::{name}", at, at + 5)
+            at += 10
+
+    for _ in range(evaluated + 1):
+        label("root_pre_forward", "pre_forward (layers.0)", "pre_forward (output)", "post_forward (output)")
+    label("root_pre_forward", *["pre_forward (output)"] * 8)
+    label("pre_backward (output)", "pre_backward (layers.0)", "root_post_backward_callback")
+    trace.device("update", at, at + 5, launch=at)
+    trace.label("ProfilerStep#0", 0, at + 10)
+    assert len(evaluation(rank_tables(trace.build())).passes) == evaluated

@@ -415,6 +415,10 @@ KEPT = "model.backend.enable_fsdp_optimizations: true"
         (VEOMNI + "dpo_config: {reference_free: true}", "loss", "dpo"),
         (OLDER_MIXTURE, "reshard", "never"),
         (OLDER_MIXTURE, "ac", "full"),
+        (MIXTURE + "{activation_checkpointing: selective}", "ac", "op"),
+        (MIXTURE + "{activation_checkpointing: full}", "ac", "full"),
+        (AXOLOTL + "kd_trainer: false\ntiled_mlp: false", "ac", "none"),
+        (VEOMNI.replace("train:", "train:\n  torch_compile: {enable: true}", 1), "compile", True),
         (STAGED, "pp_schedule", "gpipe"),
         (STAGED, "batch_size", 2),
     ],
@@ -442,6 +446,14 @@ def test_kernels_and_losses_follow_the_file(
         (TUNE + "loss: {_component_: torchtune.rlhf.loss.PPOLoss}", r"loss\._component_ = .*PPOLoss"),
         ("model: {_component_: torchtune.models.llama3_1.llama3_1_8b}\ntop_k: 3", "not a training recipe"),
         (AXOLOTL + "rl: kto", "rl = 'kto'"),
+        (AXOLOTL + "kd_trainer: true", "kd_trainer = True: distillation .* --override kd_trainer=none"),
+        (AXOLOTL + "unfrozen_parameters: [lm_head]", "unfrozen_parameters .* --trainable"),
+        (NEMO + "recipe: TrainBiEncoderRecipe", "recipe = 'TrainBiEncoderRecipe': of Automodel's recipes"),
+        (NEMO + "teacher_model: {pretrained_model_name_or_path: a/b}", "teacher_model.*distillation"),
+        (TUNE + "teacher_model: {_component_: torchtune.models.llama3_1.llama3_1_8b}", "distillation"),
+        (TUNE + "quantizer: {_component_: torchtune.training.QATQuantizer}", "fake quantization"),
+        ("tokenizer: {_component_: a.b}\nbatch_size: 8\ntasks: [mmlu]", "not a training recipe"),
+        (VEOMNI + "model.condition_model_path: Qwen/Qwen-Image", "diffusion models"),
         (AXOLOTL + "qat: {weight_dtype: int8}", "qat.weight_dtype = 'int8': fake quantization"),
         (TRAINER + "num_generations: 8", "num_generations = 8: GRPO"),
         (PREFERENCES + "use_galore: true", "use_galore = True: this optimizer"),
@@ -457,15 +469,18 @@ def test_what_a_file_asks_for_and_is_not_modelled_is_refused(text: str, said: st
 
 
 def test_contradictions_and_plugins_are_said(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text(AXOLOTL + "plugins: [my.Plugin]\nunfrozen_parameters: [lm_head]")
+    (tmp_path / "a.yaml").write_text(AXOLOTL + "plugins: [my.Plugin]\nnew_key: 3\nuse_sonicmoe: true")
     read = read_trainer_files([tmp_path / "a.yaml"]).read
-    assert read.notes == ["plugins: my.Plugin is not known; what it changes is not in the estimate"]
-    assert read.not_known == ["unfrozen_parameters"]
+    assert read.notes == [
+        "use_sonicmoe = True is not modelled: torch's grouped products are estimated",
+        "plugins: my.Plugin is not known; what it changes is not in the estimate",
+    ]
+    assert read.not_known == ["new_key"]
     (tmp_path / "t.yaml").write_text(TRAINER + "activation_offloading: true")
     (tmp_path / "acc.yaml").write_text(ACCELERATE)
     notes = read_trainer_files([tmp_path / "t.yaml", tmp_path / "acc.yaml"], world_size=16).read.notes
     assert "accelerate.num_processes = 8 makes a world of 8: --world-size 16 is taken" in notes
-    assert any("activation_offloading is not modelled" in note for note in notes)
+    assert any("activation_offloading = True is not modelled" in note for note in notes)
 
 
 def test_what_a_file_does_not_say_is_asked_or_named(tmp_path: Path) -> None:

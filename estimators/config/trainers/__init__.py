@@ -52,6 +52,8 @@ class TrainerRun:
     """As :func:`~fsdp2prof.estimators.config.inputs.make_spec` takes them."""
     read: ConfigRead
     """What was read and what became of it."""
+    no_model: str
+    """What is wrong if nothing else names the model, either."""
 
 
 def read_trainer_files(
@@ -88,6 +90,7 @@ def read_trainer_files(
         places[key.strip()] = "--override"
     declared = format_named(kind)
     run = Reading(format=declared, values=values, places=places, world_size=world_size, stack=declared.stack)
+    run.judge_unmodelled()
     _READERS[kind](run)
     return _result(run, paths, stack)
 
@@ -119,7 +122,7 @@ def _result(run: Reading, paths: Sequence[Path], stack: str | None) -> TrainerRu
         notes=run.notes,
         open=run.open,
     )
-    return TrainerRun(values=values, read=read)
+    return TrainerRun(values=values, read=read, no_model=run.no_model)
 
 
 def _shown(value: Any) -> str:

@@ -7,9 +7,19 @@ import fnmatch
 from fsdp2prof.estimators.config.trainers.hugging_face import ALL_LAYERS, is_on, refuse_if_given
 from fsdp2prof.estimators.config.trainers.reading import Reading, Value
 
+_RECIPES = (
+    "TrainFinetuneRecipeForNextTokenPrediction",
+    "BenchmarkingRecipeForNextTokenPrediction",
+    "FinetuneRecipeForVLM",
+)
+"""Recipes that train one model to predict the next token."""
+
 
 def read_automodel(run: Reading) -> None:
     """Read a recipe's configuration. Raises ``ModelError`` for what is not modelled."""
+    recipe = run.get("recipe", "recipe._target_")
+    if isinstance(recipe.value, str) and recipe.value.rpartition(".")[2] not in _RECIPES:
+        run.refuse(recipe, f"of Automodel's recipes {', '.join(_RECIPES)} are modelled")
     name = run.get("model.pretrained_model_name_or_path", "model.config.pretrained_model_name_or_path")
     if isinstance(name.value, str):
         run.set_model(name.value, name)
@@ -32,8 +42,10 @@ def read_automodel(run: Reading) -> None:
         "activation_checkpointing",
         "parallelizer.activation_checkpointing",
     )
-    run.set("ac", "full" if is_on(checkpointing) else "none", checkpointing)
-    if is_on(checkpointing):
+    selective = checkpointing.word() == "selective"
+    whole = is_on(checkpointing) or checkpointing.word() == "full"
+    run.set("ac", "op" if selective else "full" if whole else "none", checkpointing)
+    if whole:
         run.notes.append(
             "attention, MLP and norms are checkpointed separately there, whole blocks in the estimate, which "
             "holds one input a block where the trainer holds three or four"
@@ -55,6 +67,9 @@ def read_automodel(run: Reading) -> None:
     compiled, layers = run.get("compile.enabled"), run.get("distributed.enable_compile")
     if is_on(compiled) or is_on(layers):
         run.set("compile", True, compiled if is_on(compiled) else layers)
+    tower = run.get("freeze_config.freeze_vision_tower")
+    if tower.given and not is_on(tower):
+        run.notes.append(f"{tower.key} = {tower.value}: the tower trains there and is frozen in the estimate")
     _optimizer_and_loss(run)
     _low_precision(run)
     rank = _rank(run)
@@ -212,6 +227,7 @@ def _batch(run: Reading) -> None:
     length = run.get("dataset.seq_length", "dataset.seq_len", "dataset.max_seq_length")
     if packed.value:
         run.set("seq_len", packed.number(1), packed)
+        run.opens_documents(packed)
     elif length.value is not None:
         run.set("seq_len", length.number(1), length)
     else:

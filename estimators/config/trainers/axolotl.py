@@ -8,12 +8,10 @@ from fsdp2prof.estimators.config.trainers.hugging_face import (
     read_attention,
     read_checkpointing,
     read_lora,
-    read_offloading,
     read_optimizer,
     read_precision,
     read_preference,
     refuse_eight_bits,
-    refuse_if_given,
 )
 from fsdp2prof.estimators.config.trainers.reading import Reading, Value
 
@@ -39,7 +37,9 @@ def read_axolotl(run: Reading) -> None:
     run.option("grad_accum", "gradient_accumulation_steps")
     run.option("seq_len", "sequence_len")
     packed, padded = run.get("sample_packing"), run.get("pad_to_sequence_len")
-    if not is_on(packed) and not is_on(padded):
+    if is_on(packed):
+        run.opens_documents(packed)
+    elif not is_on(padded):
         run.open.append(
             "without sample_packing a batch is as long as its longest example: sequence_len is the most"
         )
@@ -50,9 +50,6 @@ def read_axolotl(run: Reading) -> None:
     read_precision(run, Value(mixed.key, word, mixed.source, mixed.given))
     run.set("orig_dtype", "bf16" if word == "bf16" else "fp32", mixed)
     read_optimizer(run, "optimizer")
-    read_offloading(run, "activation_offloading")
-    if is_on(tiled := run.get("tiled_mlp")):
-        run.notes.append(f"{tiled.key} is not modelled: the whole MLP is estimated, an upper bound of memory")
     refuse_eight_bits(run)
     norm = run.get("max_grad_norm")
     run.set("clip_grad", float(norm.value or 0) > 0, norm)
@@ -63,8 +60,6 @@ def read_axolotl(run: Reading) -> None:
     if run.mesh.get("ep", 1) > 1:
         experts = run.get("expert_parallel_size")
         run.refuse(experts, "its ranks lie beside dp_shard and hold all other weights again: not modelled")
-    if (parameters := run.get("lora_target_parameters")).value:
-        run.refuse(parameters, "adapters of experts' parameters are not modelled")
     adapter = run.get("adapter")
     if adapter.word() in ("lora", "qlora"):
         everywhere = run.get("lora_target_linear")
@@ -75,7 +70,6 @@ def read_axolotl(run: Reading) -> None:
         read_lora(run, run.get("lora_r"), targets, quantized=bits, base=adapter)
     elif adapter.value:
         run.refuse(adapter, "lora and qlora are modelled")
-    refuse_if_given(run, "fake quantization is not modelled", "qat.weight_dtype", "qat.activation_dtype")
     kind = run.get("rl")
     if kind.word() in ("dpo", "ipo", "orpo", "simpo"):
         read_preference(run, kind, reference=kind.word() in ("dpo", "ipo"))

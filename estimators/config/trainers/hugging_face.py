@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.trainers.reading import Reading, Value
+from fsdp2prof.estimators.config.trainers.reading import Reading, Value, is_set
 
 _OPTIMIZERS = {
     "adamw_torch": ("adamw", "foreach"),
@@ -91,8 +91,7 @@ def read_preference(run: Reading, *read: Value, reference: bool = True) -> None:
 def refuse_if_given(run: Reading, why: str, *keys: str) -> None:
     """Raises ``ModelError`` for the first of ``keys`` that a file switches on."""
     for key in keys:
-        found = run.get(key)
-        if found.word() not in ("", "false", "no", "none", "0"):
+        if is_set(found := run.get(key)):
             run.refuse(found, why)
 
 
@@ -113,13 +112,6 @@ def read_attention(run: Reading, found: Value) -> None:
         run.set("attention", "math", found)
     elif found.given and word not in ("", "auto", "none"):
         run.notes.append(f"{found.key} = {found.value} is not modelled: flash attention is estimated")
-
-
-def read_offloading(run: Reading, *keys: str) -> None:
-    """Activations on the host, which an estimate counts on the device."""
-    found = run.get(*keys)
-    if found.word() not in ("", "false", "no", "0", "off", "none"):
-        run.notes.append(f"{found.key} is not modelled: activations count on the device, an upper bound")
 
 
 def refuse_eight_bits(run: Reading) -> None:
@@ -240,7 +232,6 @@ def read_hugging_face(run: Reading) -> None:
     dynamo = run.get("accelerate.dynamo_config.dynamo_backend")
     if is_on(compiled) or dynamo.word() not in ("", "no"):
         run.set("compile", True, compiled if is_on(compiled) else dynamo)
-    read_offloading(run, "activation_offloading")
     refuse_eight_bits(run)
     if is_on(run.get("use_peft")):
         bits = run.get("load_in_4bit")
@@ -275,7 +266,10 @@ def _length(run: Reading, trl: bool) -> None:
         run.open.append("the length of sequences is in no file: add --seq-len")
         return
     run.set("seq_len", length.number(1), length)
-    if not is_on(run.get("packing")):
+    packed = run.get("packing")
+    if is_on(packed):
+        run.opens_documents(packed)
+    else:
         run.open.append(
             f"without packing a batch is as long as its longest example: {length.value} tokens is the most"
         )

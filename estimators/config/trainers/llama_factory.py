@@ -14,9 +14,6 @@ from fsdp2prof.estimators.config.trainers.hugging_face import (
 )
 from fsdp2prof.estimators.config.trainers.reading import Reading, Value
 
-_OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_muon", "use_adam_mini")
-"""Switches that replace ``optim``."""
-_MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 _NO_TRAINING = ("export_dir", "task", "infer_backend", "do_predict")
 _NO_REFERENCE = ("orpo", "simpo")
 """Losses over pairs without a reference (src/llamafactory/hparams/finetuning_args.py: use_ref_model)."""
@@ -28,9 +25,6 @@ def read_llama_factory(run: Reading) -> None:
         refuse_if_given(
             run, "do_train is not set: this is not the configuration of a training", *_NO_TRAINING
         )
-    refuse_if_given(run, "this optimizer is not modelled", *_OPTIMIZERS)
-    refuse_if_given(run, "it is not modelled", "mixture_of_depths", "use_kt")
-    refuse_if_given(run, "Megatron's parallelism is not FSDP2", "use_mca", *_MEGATRON)
     name = run.get("model_name_or_path")
     run.set_model(str(name.value), name)
     deepspeed = run.get("deepspeed")
@@ -51,7 +45,10 @@ def read_llama_factory(run: Reading) -> None:
     run.option("batch_size", "per_device_train_batch_size")
     run.option("grad_accum", "gradient_accumulation_steps")
     run.option("seq_len", "cutoff_len")
-    if not is_on(run.get("packing")):
+    packed = run.get("packing", "neat_packing")
+    if is_on(packed):
+        run.opens_documents(packed)
+    else:
         run.open.append("without packing a batch is as long as its longest example: cutoff_len is the most")
     off = run.get("disable_gradient_checkpointing")
     run.set("ac", "none" if is_on(off) else "full", off)

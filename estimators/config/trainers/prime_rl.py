@@ -75,7 +75,8 @@ def read_prime_rl(run: Reading) -> None:
 def _world(run: Reading) -> None:
     nodes, gpus = run.get("deployment.num_train_nodes"), run.get("deployment.num_train_gpus")
     if nodes.value is not None:
-        run.set_world(nodes, _GPUS_PER_NODE)
+        each = run.get("deployment.gpus_per_node")
+        run.set_world(nodes, _GPUS_PER_NODE if each.value is None else each.number(1))
         return
     listed = run.get("trainer_gpu_ids")
     if isinstance(listed.value, list):
@@ -135,8 +136,6 @@ def _memory(run: Reading) -> None:
         segments = "expandable" if "expandable_segments:true" in allocator.word() else "classic"
         run.set("allocator", segments, allocator)
     run.set("offload", is_on(get("model.fsdp_cpu_offload")), get("model.fsdp_cpu_offload"))
-    if get("model.full_offload").value not in (None, False):
-        run.refuse(get("model.full_offload"), "full offload is not modelled; fsdp_cpu_offload is")
     reshard = get("model.reshard_after_forward")
     if is_on(reshard):
         run.says("reshard", "always", reshard)

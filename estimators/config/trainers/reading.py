@@ -35,6 +35,10 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Key -> the trainer's default, and where its code says it."""
     no_effect: tuple[str, ...] = ()
     """Keys, as patterns, that change no estimate: logging, data sets, learning rates, checkpoints' times."""
+    refused: dict[str, str] = {}
+    """Keys, as patterns, that make another training than an estimate can be of -> why."""
+    bounded: dict[str, str] = {}
+    """Keys, as patterns, that are left out of an estimate -> what it is without them."""
 
 
 @lru_cache(maxsize=1)
@@ -96,6 +100,8 @@ class Reading:
     world_size: int | None
     model: str | None = None
     layers: int | None = None
+    no_model: str = "no file names the model: add the training's file as another --from-config, or --model"
+    """What is said if nothing else names it, either."""
     mesh: dict[str, int] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
     stack: str = ""
@@ -239,6 +245,29 @@ class Reading:
         """Refuse what cannot be estimated, by its key. Raises ``ModelError``."""
         raise ModelError(f"{read.source}: {read.key} = {read.value!r}: {why}")
 
+    def judge_unmodelled(self) -> None:
+        """Refuse the keys that make another training, and note those that are left out.
+
+        Raises ``ModelError``.
+        """
+        for key, value in self.values.items():
+            found = Value(key, value, self.places[key])
+            refusals = _reasons(self.format.refused, key)
+            left_out = _reasons(self.format.bounded, key)
+            if refusals or left_out:
+                self._read.add(key)
+            if refusals and is_set(found):
+                self.refuse(found, f"{refusals[0]}; --override {key}=none estimates the run without it")
+            if left_out and is_set(found):
+                self.notes.append(f"{key} = {value} is not modelled: {left_out[0]}")
+
+    def opens_documents(self, read: Value) -> None:
+        """Say that sequences are packed, of how many documents is not known."""
+        self.open.append(
+            f"{read.key}: no file says how many documents a packed sequence has. One is estimated, which has "
+            "the most attention: add --documents varlen:K"
+        )
+
     def unused(self) -> tuple[list[str], list[str]]:
         """Keys that change no estimate, and keys that this reader does not know."""
         left = [key for key in self.values if key not in self._read]
@@ -248,6 +277,15 @@ class Reading:
     def _row(self, option: str, value: Any, read: tuple[Value, ...]) -> None:
         for found in read:
             self.rows.append((found, option, _text(value)))
+
+
+def _reasons(by_pattern: Mapping[str, str], key: str) -> list[str]:
+    return [why for pattern, why in by_pattern.items() if fnmatchcase(key, pattern)]
+
+
+def is_set(found: Value) -> bool:
+    """Whether a key has a value that switches something on; an empty section does not."""
+    return found.word() not in ("", "false", "no", "none", "null", "0", "0.0", "{}", "[]")
 
 
 def _text(value: Any) -> str:

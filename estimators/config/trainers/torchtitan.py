@@ -29,8 +29,8 @@ def read_torchtitan(run: Reading) -> None:
     _batch(run)
     _precision(run)
     _checkpointing(run)
-    _compilation(run)
     _loss_in_pieces(run)
+    _compilation(run)
     _converters(run)
     _optimizer(run)
     eras = [stack for key, stack in _ERAS if run.has(key)]
@@ -46,6 +46,8 @@ def _is_of_before_march_2025(run: Reading) -> bool:
 def _model(run: Reading) -> None:
     name, flavor = run.get("model.name"), run.get("model.flavor")
     if name.value is None or flavor.value is None:
+        if flavor.value is not None:
+            run.no_model = f"{flavor.source}: the family of {flavor.value} is not built in: add --model"
         return
     size = _FLAVORS.get(flavor.word(), flavor.word()).replace("_", "-")
     family = f"{name.word().replace('_', '-')}-" if name.word() in _MODELS else ""
@@ -67,8 +69,6 @@ def _model(run: Reading) -> None:
     products = run.get("model.tp_gemm_backend")
     if products.word() not in ("", "default"):
         run.notes.append(f"{products.key} = {products.value} is not modelled: torch's products are estimated")
-    if (further := run.get("model.num_mtp_layers")).value:
-        run.refuse(further, "multi-token prediction is not modelled")
 
 
 def _mesh(run: Reading) -> None:
@@ -111,6 +111,7 @@ def _batch(run: Reading) -> None:
     tokens = run.get("training.num_tokens_per_microbatch_per_dp_rank")
     local = run.get("training.local_batch_size", "training.batch_size")
     folded = tokens.given or (tokens.value is not None and not local.given and seq_len.key.endswith("length"))
+    read = tokens if folded else local
     if folded:
         if tokens.number(1) % seq_len.number(1):
             run.refuse(tokens, f"it is not a multiple of seq_len {seq_len.value}")
@@ -120,13 +121,13 @@ def _batch(run: Reading) -> None:
     size, steps = local.number(1), 1
     if folded and run.mesh.get("pp", 1) > 1:
         steps = run.get("parallelism.num_pp_microbatches").number(1)
-        run.set("batch_size", size, local)
+        run.set("batch_size", size, read)
     elif run.mesh.get("pp", 1) > 1:
         micro = run.get("parallelism.pipeline_parallel_microbatch_size")
         size, steps = micro.number(1), local.number(1) // micro.number(1)
         run.set("batch_size", size, micro)
     else:
-        run.set("batch_size", size, local)
+        run.set("batch_size", size, read)
     whole = run.get("training.global_batch_size")
     if whole.value is not None and whole.number(-1) > 0:
         run.accumulate(whole, size, run.data_ranks)
@@ -146,6 +147,9 @@ def _precision(run: Reading) -> None:
     if reshard.word() in ("always", "never"):
         run.set("reshard", reshard.word(), reshard)
     if run.mesh.get("tp", 1) > 1:
+        sequence = run.get("parallelism.enable_sequence_parallel")
+        if sequence.given and not sequence.value:
+            run.refuse(sequence, "tensor parallelism without sequence parallelism is not modelled")
         off = run.get("parallelism.disable_loss_parallel", "training.disable_loss_parallel")
         if off.value is not None:
             run.set("loss_parallel", not off.value, off)
@@ -192,7 +196,7 @@ def _compilation(run: Reading) -> None:
         named = ["model"]
     if "model" in named:
         run.set("compile", True, enable, parts)
-    if "loss" in named:
+    if "loss" in named and "loss" not in run.policy:
         run.set("loss", "compiled", parts)
     if async_tp and run.mesh.get("tp", 1) > 1:
         run.set("async_tp", True, async_tp)

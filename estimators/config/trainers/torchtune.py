@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fsdp2prof.estimators.config.trainers.hugging_face import is_on, read_offloading, read_preference
+from fsdp2prof.estimators.config.trainers.hugging_face import is_on, read_preference
 from fsdp2prof.estimators.config.trainers.reading import Reading
 
 _MODEL = re.compile(
@@ -15,9 +15,9 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 def read_torchtune(run: Reading) -> None:
     """Read a configuration of a distributed recipe. Raises ``ModelError`` for what is not modelled."""
-    if not any(run.get(key).given for key in ("optimizer._component_", "loss._component_", "batch_size")):
+    if not any(run.get(key).given for key in ("optimizer._component_", "loss._component_")):
         component = run.get("model._component_", "tokenizer._component_")
-        run.refuse(component, "without optimizer, loss and batch_size this is not a training recipe's file")
+        run.refuse(component, "without optimizer and loss this is not a training recipe's file")
     _model(run)
     run.set_mesh(
         {
@@ -47,7 +47,6 @@ def read_torchtune(run: Reading) -> None:
     if mode.word() not in ("", "none", "full"):
         run.refuse(mode, "enable_activation_checkpointing is modelled")
     run.set("ac", "full" if is_on(checkpointing) or mode.word() == "full" else "none", checkpointing)
-    read_offloading(run, "enable_activation_offloading")
     layers = run.get("custom_sharded_layers")
     if layers.value:
         run.set("wrap", ("block", *layers.names()), layers)

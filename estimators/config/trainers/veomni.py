@@ -68,9 +68,10 @@ def read_veomni(run: Reading) -> None:
         run.notes.append(
             "activation offload is not modelled: activations are counted on the device, an upper bound"
         )
-    rank = run.get("model.lora_config.rank")
+    rank = run.get("model.lora_config.rank", "model.lora_rank")
     if rank.value is not None:
-        read_lora(run, rank, run.get("model.lora_config.lora_modules"), quantized=None)
+        targets = run.get("model.lora_config.lora_modules", "model.lora_target_modules")
+        read_lora(run, rank, targets, quantized=None)
         if (experts := run.get("model.lora_config.target_parameters")).value:
             run.notes.append(f"{experts.key}: adapters of experts are not modelled")
     if run.has("dpo_config"):
@@ -78,5 +79,8 @@ def read_veomni(run: Reading) -> None:
         read_preference(run, kind, free, reference=not is_on(free))
     if saved := run.get("train.ops_to_save").value:
         run.notes.append(f"train.ops_to_save: what {len(saved)} operators save is not counted: a lower bound")
-    if is_on(run.get("train.enable_compile")):
-        run.set("compile", True, run.get("train.enable_compile"))
+    if is_on(compiled := run.get("train.torch_compile.enable", "train.enable_compile")):
+        run.set("compile", True, compiled)
+    kept = run.get("train.accelerator.fsdp_config.reshard_after_backward")
+    if kept.given and not is_on(kept):
+        run.notes.append(f"{kept.key} = {kept.value} is not modelled: parameters are freed after backward")
