@@ -133,7 +133,7 @@ def test_a_recorded_job_that_stands_still_leaves_its_state(tmp_path: Path) -> No
         env=training_environment(), capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0
-    told = next(line for line in done.stderr.splitlines() if "no step ends" in line)
+    told = next(line for line in done.stderr.splitlines() if "no step has ended" in line)
     assert f"`fsdp2prof analyze hang {run}`" in told
     assert "deprecated" not in done.stderr
     found = analyze_hang(run)

@@ -55,8 +55,8 @@ def test_ways_that_are_right_agree(judged: dict[str, Any], name: str) -> None:
         ("wrong_divide_factor", "gradient", "embedding.weight", "every gradient is 2 times"),
         ("missing_sync", "gradient", "embedding.weight", "no gradient was reduced"),
         ("wrong_dimension", "gradient", "embedding.weight", "reduced over too few ranks"),
-        ("other_batch_on_rank_1", "batch", "of rank 1", "other data"),
-        ("other_weights_on_rank_1", "parameter", "embedding.weight", "other weights"),
+        ("other_batch_on_rank_1", "batch", "of rank 1", "different data"),
+        ("other_weights_on_rank_1", "parameter", "embedding.weight", "different weights"),
     ],
 )
 def test_planted_faults_are_named(

@@ -95,7 +95,7 @@ def test_steps_that_lost_records_are_named_first_and_left_out(
     for step in rank.steps:
         assert step.breakdown_ns.compute == of_whole[step.step].breakdown_ns.compute
         assert step.duration_ns == pytest.approx(of_whole[step.step].duration_ns, rel=0.01)
-    assert "Records of the device are missing" in found.verdict[0]
+    assert "Device records are missing" in found.verdict[0]
     assert "launches" in found.warnings[0]
     told = " ".join(
         [*found.verdict, *found.warnings, *found.advice, *(one.message for one in found.findings)]
