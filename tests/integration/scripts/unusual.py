@@ -273,7 +273,7 @@ def dropped(steps: int) -> Training:
     return Training()
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what is dispatched."""
 
     count = 0
@@ -297,7 +297,7 @@ def under_modes(steps: int) -> Training:
     """Every operator and every call of a step is counted by modes of its own."""
     training = Training()
     for _ in range(steps):
-        with _Operators() as operators, _Functions() as functions:
+        with _Operators() as operators, _Functions() as functions:  # type: ignore[no-untyped-call]
             training.step()
         print(operators.count, functions.count, flush=True)
     return training
