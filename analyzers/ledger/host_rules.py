@@ -15,8 +15,9 @@ from fsdp2prof.analyzers.steps import added_ns
 from fsdp2prof.manifest import OptimizerInfo
 from fsdp2prof.results.finding import EvidenceValue
 
-_UNEVEN = 2
-"""How many times as long as any other one rank waits for its data, from which on that rank is named."""
+_UNEVEN, _UNEVEN_ON_CPU = 2, 4
+"""How many times as long as any other one rank waits for its data, from which on that rank is named: where
+ranks share the cores of a host, their loaders wait for these, too."""
 _NEARLY_ALL = 0.9
 """Part of all pauses from which on one rank is named for them."""
 _OFTEN, _LONG_PAUSE = 0.75, 0.25
@@ -92,7 +93,8 @@ def _data_loader(book: Book) -> None:
     means = {rank: ns / steps[rank] for rank, ns in own.items()}
     slowest = max(means, key=lambda rank: means[rank])
     others = [mean for rank, mean in means.items() if rank != slowest]
-    uneven = bool(others) and means[slowest] > _UNEVEN * max(others)
+    times_others = _UNEVEN if book.on_device else _UNEVEN_ON_CPU
+    uneven = bool(others) and means[slowest] > times_others * max(others)
     key = "data_loader/workers" if any(one.why == "workers" for one in mine) else "data_loader"
     named = slowest if uneven else None
     book.enter(

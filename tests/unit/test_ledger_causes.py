@@ -480,6 +480,18 @@ def test_checkpoints_inside_checkpoints_recompute_forwards_more_than_once(
     assert gains == ([] if gain_ms is None else [pytest.approx(gain_ms * MS)])
 
 
+@pytest.mark.parametrize(
+    ("device", "others_ms", "named"), [("cuda", 3, True), ("cpu", 3, False), ("cpu", 1, True)]
+)
+def test_a_rank_is_named_for_its_loader_where_cores_do_not_explain_it(
+    device: str, others_ms: int, named: bool
+) -> None:
+    """Rank 0 waits 8 ms for each batch, rank 1 3 ms or 1; on a CPU their loaders share cores."""
+    waits = [{"cause": "data_loader", "ns": ms * MS, "rank": rank} for rank, ms in enumerate((8, others_ms))]
+    (entry,) = told(ledger_of(waits, device=device))
+    assert (entry.rank, entry.said.startswith("Rank 0 waits")) == ((0, True) if named else (None, False))
+
+
 @pytest.mark.parametrize("count", [1, 0])
 def test_an_iterator_made_in_every_step_is_to_be_made_once(count: int) -> None:
     """4 ms of waiting and 6 ms at the line that makes it; without a new iterator they are two causes."""
