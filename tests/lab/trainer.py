@@ -334,7 +334,11 @@ def make_optimizer(model: nn.Module, s: Switches) -> torch.optim.Optimizer:
         return Own(model.parameters(), {})
     if s.optimizer == "lbfgs":
         return torch.optim.LBFGS(model.parameters(), max_iter=3)
-    return torch.optim.AdamW(model.parameters(), lr=3e-4, foreach=s.foreach)
+    parameters = list(model.parameters())
+    whole = [one for one in parameters if not isinstance(one, DTensor)]
+    sharded = [one for one in parameters if isinstance(one, DTensor)]
+    groups = [{"params": one} for one in (sharded, whole) if one]  # torch updates no mixture at once
+    return torch.optim.AdamW(groups, lr=3e-4, foreach=s.foreach)
 
 
 def batches(s: Switches) -> Iterator[Tensor]:
