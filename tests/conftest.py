@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,8 @@ from hypothesis import settings
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 class _NoTorch(MetaPathFinder):
@@ -32,6 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # The product is a plugin's package, whose assertions pytest rewrites: seconds in every worker.
+    config.pluginmanager.rewrite_hook._must_rewrite.discard("fsdp2prof")  # type: ignore[attr-defined]
+    if not hasattr(config, "workerinput"):
+        # Workers and the processes of tests read what is compiled once, also if told to write none of it.
+        for folder in ("fsdp2prof", "analyzers", "estimators"):
+            compileall.compile_dir(REPOSITORY / folder, quiet=2)
     if config.getoption("--without-torch"):
         sys.meta_path.insert(0, _NoTorch())
 
@@ -47,7 +56,7 @@ def _recorder_is_on() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """Folder of real traces and snapshots that this repository does not hold; skips where it is absent."""
-    beside = Path(__file__).resolve().parents[2] / "shared" / "data"
+    beside = REPOSITORY.parent / "shared" / "data"
     root = Path(os.environ.get("FSDP2PROF_REAL_DATA", beside))
     if not root.is_dir():
         pytest.skip("no real data: set FSDP2PROF_REAL_DATA to the folder that holds it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from string import Formatter
 
@@ -199,15 +199,17 @@ def called(call: ast.Call) -> str:
 MAKING = {"enter": (1, 2), "finding": (0, 1), "_reason": (0, 1), "_of_peak": (0, 3), "worded": (1, 2)}
 """Calls that fill a section: the places of its name and of its evidence."""
 ALSO = {"_of_peak": {"bytes", "part"}}
-MODULES = [
-    Rules(path) for path in sorted((REPOSITORY / "analyzers").rglob("*.py")) if path.parent.name != "findings"
-]
-RULES = [one for one in MODULES if one.room in ROOMS]
+
+
+@cache
+def modules() -> list[Rules]:
+    paths = sorted((REPOSITORY / "analyzers").rglob("*.py"))
+    return [Rules(path) for path in paths if path.parent.name != "findings"]
 
 
 def given() -> Iterator[tuple[str, str, set[str]]]:
     """Yield place, section and the names that are given to it, of every call that fills one."""
-    for rules in RULES:
+    for rules in (one for one in modules() if one.room in ROOMS):
         for call, function in rules.calls:
             name = called(call)
             if name not in MAKING or (function.name, name) in {
@@ -255,7 +257,7 @@ def test_rules_give_the_values_that_their_sections_name() -> None:
 
 
 def test_each_kind_of_lateness_has_words() -> None:
-    (rules,) = [one for one in MODULES if one.path.name == "stragglers.py"]
+    (rules,) = [one for one in modules() if one.path.name == "stragglers.py"]
     kinds = {
         kind
         for call, function in rules.calls
