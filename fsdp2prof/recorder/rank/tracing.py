@@ -172,8 +172,10 @@ class TraceCapture:
 
     def _start(self) -> None:
         with training_profilers.set_aside():
-            self._profiler.start_trace()
-            self._running, self._thread = True, threading.get_ident()
+            try:
+                self._profiler.start_trace()
+            finally:  # it may fail once torch's profiler runs: started again, that would crash
+                self._running, self._thread = _profiler_enabled(), threading.get_ident()
             self._profiler.add_metadata_json("torch_version", json.dumps(torch.__version__))
 
 

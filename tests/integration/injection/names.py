@@ -37,6 +37,8 @@ _REMOVED = (
     "torch.cuda.memory:_record_memory_history",
     "torch.cuda.memory:_snapshot",
     "torch.profiler.profiler:_KinetoProfile",
+    "torch.profiler.profiler:_KinetoProfile._get_distributed_info",
+    "torch.profiler.profiler:_KinetoProfile.add_metadata_json",
     "torch.profiler.profiler:_KinetoProfile.export_chrome_trace",
     "torch.profiler.profiler:_KinetoProfile.prepare_trace",
     "torch.profiler.profiler:_KinetoProfile.start_trace",
