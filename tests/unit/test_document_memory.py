@@ -68,6 +68,13 @@ def test_the_verdict_says_how_high_where_and_what_to_try() -> None:
     ]
 
 
+def test_a_warning_of_several_ranks_is_said_once() -> None:
+    warnings = ["rank 0: x", "rank 2: y", "of the run", "rank 1: x", "rank 2: x", "rank 0: x"]
+    document = build(replace(memory_analysis(), warnings=warnings))
+    assert document.warnings == ("ranks 0-2: x", "rank 2: y", "of the run")
+    assert json_of(replace(memory_analysis(), warnings=warnings))["warnings"] == warnings
+
+
 def test_the_device_is_in_the_verdict_and_the_figures_where_it_is_known() -> None:
     analysis = memory_analysis()
     assert analysis.key_figures is not None

@@ -6,7 +6,8 @@ of these results is laid out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,7 +15,9 @@ from pkgutil import iter_modules
 from typing import Any, TypeVar
 
 from fsdp2prof.reporters.document import Document
+from fsdp2prof.units import format_numbers
 
+_OF_RANK = re.compile(r"rank (\d+): (.*)", re.DOTALL)
 _Builder = TypeVar("_Builder", bound=Callable[[Any], Document])
 
 BUILDERS: dict[type, Callable[[Any], Document]] = {}
@@ -45,7 +48,20 @@ def build(result: Any) -> Document:
         document,
         result=result,
         verdict=document.verdict or getattr(result, "verdict", ()),
-        warnings=document.warnings or getattr(result, "warnings", ()),
+        warnings=_of_several_ranks(document.warnings or getattr(result, "warnings", ())),
+    )
+
+
+def _of_several_ranks(warnings: Sequence[str]) -> tuple[str, ...]:
+    """Say once what warnings say of several ranks, where the first of them stood."""
+    said: dict[str, set[int]] = {}
+    for warning in warnings:
+        match = _OF_RANK.fullmatch(warning)
+        text, ranks = (warning, set()) if match is None else (match[2], {int(match[1])})
+        said.setdefault(text, set()).update(ranks)
+    return tuple(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {format_numbers(sorted(ranks))}: {text}" if ranks else text
+        for text, ranks in said.items()
     )
 
 
