@@ -168,7 +168,7 @@ def test_only_a_run_that_listens_can_be_asked(tmp_path):
     from fsdp2prof.files import write_json
 
     for info, why in [
-        (RunInfo(state="complete"), "is over"),
+        (RunInfo(state="complete"), "has ended"),
         (RunInfo(state="running"), "accepts no requests"),
     ]:
         write_json(tmp_path / "run.json", info)
