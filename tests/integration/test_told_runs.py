@@ -51,8 +51,12 @@ def test_collectives_come_back_exactly(how: str, tmp_path: Path) -> None:
     ("how", "verb", "reason"),
     [
         ("sync", ("comm",), "reduced gradients after 2 of 3 micro-batches"),
-        ("ignored", ("memory", "--model", "gpt2"), "embedding.weight for one: an estimate cannot say this"),
-        ("roots", ("memory", "--model", "gpt2"), "has 2 root modules: an estimate cannot say this"),
+        (
+            "ignored",
+            ("memory", "--model", "gpt2"),
+            "embedding.weight for one, which an estimate cannot express",
+        ),
+        ("roots", ("memory", "--model", "gpt2"), "has 2 root modules, which an estimate cannot express"),
     ],
 )
 def test_what_no_option_says_is_refused(how: str, verb: tuple[str, ...], reason: str, tmp_path: Path) -> None:

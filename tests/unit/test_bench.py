@@ -229,7 +229,7 @@ def test_drivers_names_are_those_of_accelerators(device: str, name: str, tmp_pat
     [
         (nccl_tests("all_gather_perf", host="node8"), "all_gather ran over 2 hosts; give tables of one host"),
         (nccl_tests("all_gather_perf", device="Some GPU"), "'Some GPU' is not known"),
-        (nccl_tests("something"), "which collective it times is not in it"),
+        (nccl_tests("something"), "it does not name its collective"),
         (nccl_tests("all_gather_perf").partition("#       size")[0], "the table of all_gather has no rows"),
         ("GPU 0: fine", "no output of nccl-tests"),
     ],
