@@ -93,7 +93,7 @@ def _table(rows: Sequence[WhatIfChange], every: Sequence[WhatIfChange], title: s
         c.sized("memory_bytes", "memory"),
         c.prose("what", "description"),
     ]
-    note = "ms per mean step, and in the steps that gain least and most; memory: upper bound per rank"
+    note = "ms a step, mean and extremes; memory: upper bound per rank"
     return c.table("what_if", title, columns, rows, every=every, note=note, noun="change")
 
 
