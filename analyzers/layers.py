@@ -92,7 +92,7 @@ _IN_PHASE = {
     "forward": "in forward",
     "backward": "in backward",
     "optimizer": "in the optimizer",
-    "other": "outside forward, backward and optimizer",
+    "other": "between forward, backward and optimizer",
 }
 
 
