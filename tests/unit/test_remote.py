@@ -113,8 +113,11 @@ def test_results_are_written_to_a_url(
     copy = tmp_path / "first"
     shutil.copytree(run, copy)
     assert call(capfd, "report", copy).code == 0
-    here = (copy / "report.html").read_bytes().replace(str(copy).encode(), memory.encode())
-    assert files.cat_file("/bucket/first/report.html") == here
+    here, there = (
+        page.replace(b"<wbr>", b"")  # where a path may break
+        for page in ((copy / "report.html").read_bytes(), files.cat_file("/bucket/first/report.html"))
+    )
+    assert there == here.replace(str(copy).encode(), memory.encode())
 
     target = "memory://bucket/out.json"
     assert call(capfd, "analyze", "run", memory, "-o", target).code == 0

@@ -12,6 +12,7 @@ from fsdp2prof.reporters.charts.memory import memory_layer_chart
 from fsdp2prof.reporters.document import Chart, Document, Facts, KeyFigure, Section, Sentences, Table, Value
 from fsdp2prof.reporters.documents import builds
 from fsdp2prof.reporters.documents.brief import in_order
+from fsdp2prof.reporters.documents.links import section_links
 from fsdp2prof.reporters.documents.memory_tables import (
     largest_layer,
     layer_memory_table,
@@ -173,10 +174,14 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
     """Lay out a memory estimate: the peak, whether it fits, its contents, and changes that would lower it."""
     remedies = remedy_table("Changes that lower the peak", estimate.remedies)
     layers = layer_memory_table(estimate.peak)
+    about = ["range", "peak"]
+    if estimate.fit is not None:
+        about = ["range", "range", "peak" if estimate.fit == "fits" or not estimate.remedies else "remedies"]
     return Document(
         title=f"Memory of one rank of {estimate.model.name}",
         subtitle=_subtitle(estimate, estimate.device),
         numbers=_memory_numbers(estimate),
+        places=section_links(estimate.verdict, about),
         sections=[
             Section(
                 anchor="peak",
@@ -469,6 +474,7 @@ def step_estimate_document(estimate: StepEstimate) -> Document:
         title="Step time",
         subtitle=_what(estimate),
         numbers=_numbers(estimate),
+        places=section_links(estimate.verdict, ("lost", "estimate", "communication")),
         sections=[
             *in_order([*trace_sections(estimate.trace, predicted=True), *_kernel_section(estimate)]),
             *config_section(estimate.config),

@@ -27,6 +27,13 @@ _IDLE = frozenset(
 _OF_MEMORY = ("memory", "memory_by_layer", "out_of_memory")
 
 
+def section_links(verdict: Sequence[str], anchors: Sequence[str]) -> Links:
+    """Return the section of each sentence, in their order."""
+    return {
+        line: [Link(label="table", target=anchor)] for line, anchor in zip(verdict, anchors, strict=False)
+    }
+
+
 def trace_links(
     analysis: TraceAnalysis,
     sections: Sequence[Section],
