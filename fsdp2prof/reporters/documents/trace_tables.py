@@ -97,15 +97,16 @@ def step_table(analysis: TraceAnalysis) -> Table:
 
 def kernel_table(analysis: TraceAnalysis) -> Table:
     """Return the kernels that take longest, by name."""
+    on_device = any(rank.device_type != "cpu" for rank in analysis.ranks)
+    title, of = ("Kernels", "kernel") if on_device else ("Operators", "operator")
     columns = [
-        c.name("name", "kernel", lambda name: "all others" if name is None else str(name)),
+        c.name("name", of, lambda name: "all others" if name is None else str(name)),
         c.word("kind", None, LANES),
         c.ms("total_ns", "ms"),
         c.frac("step_frac", "of the step"),
         c.mean(),
         c.time("mean_ns", "each"),
     ]
-    title = "Kernels" if any(rank.device_type != "cpu" for rank in analysis.ranks) else "Operators"
     note = "per rank and step, longest first; collectives are in their own table"
     return c.table("kernels", title, columns, analysis.kernels, note=note, limit=_KERNEL_ROWS, noun="name")
 
