@@ -181,7 +181,7 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
         title=f"Memory of one rank of {estimate.model.name}",
         subtitle=_subtitle(estimate, estimate.device),
         numbers=_memory_numbers(estimate),
-        places=section_links(estimate.verdict, about),
+        places=lambda: section_links(estimate.verdict, about),
         sections=[
             Section(
                 anchor="peak",
@@ -474,7 +474,7 @@ def step_estimate_document(estimate: StepEstimate) -> Document:
         title="Step time",
         subtitle=_what(estimate),
         numbers=_numbers(estimate),
-        places=section_links(estimate.verdict, ("lost", "estimate", "communication")),
+        places=lambda: section_links(estimate.verdict, ("lost", "estimate", "communication")),
         sections=[
             *in_order([*trace_sections(estimate.trace, predicted=True), *_kernel_section(estimate)]),
             *config_section(estimate.config),
