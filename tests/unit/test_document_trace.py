@@ -14,11 +14,14 @@ from support.results import HOSTILE, MIB, MS, trace_analysis
 from synthetic import Schedule, record, transformer, write_run
 
 from fsdp2prof.analyzers.trace.summary import summarise
-from fsdp2prof.reporters.document import Chart, Findings, Sentences
+from fsdp2prof.reporters.document import Chart, Findings, Sentences, Table
 from fsdp2prof.reporters.documents import build
+from fsdp2prof.reporters.documents.timeline import timeline_section
 from fsdp2prof.reporters.documents.trace import step_title
+from fsdp2prof.reporters.documents.what_if import what_if_section
 from fsdp2prof.results.communication import BandwidthRow, Straggler
 from fsdp2prof.results.step import Throughput
+from fsdp2prof.results.timeline import TimelineStall
 from fsdp2prof.results.trace import HostSyncRow
 from fsdp2prof.results.what_if import WhatIfChange
 from fsdp2prof.workflows.analyze import analyze_trace
@@ -264,3 +267,61 @@ def test_the_timeline_opens_with_the_rank_that_others_wait_for() -> None:
     (chart,) = [block for block in section.blocks if isinstance(block, Chart)]
     assert chart.detail is not None
     assert chart.detail["first"] == [1]
+
+
+def tried(change: str, gained_ns: float, *, other_hardware: bool = False) -> WhatIfChange:
+    return WhatIfChange(
+        change=change,
+        what=change,
+        step_ns=1e9 - gained_ns,
+        gained_ns=gained_ns,
+        gained_frac=gained_ns / 1e9,
+        memory_bytes=0,
+        reason=None,
+        other_hardware=other_hardware,
+    )
+
+
+def test_settings_that_gain_come_before_faster_hardware_and_the_rest() -> None:
+    rows = [
+        tried("compute=1.2x", 2e8, other_hardware=True),
+        tried("reshard=never", 1e8),
+        tried("forward_prefetch=1", 0.0),
+        tried("reshard=always", -1e7),
+    ]
+    table, hardware, without, *_ = what_if_section(rows)[0].blocks
+    assert isinstance(table, Table)
+    assert table.unabridged is not None
+    assert [row[0] for row in table.rows] == ["reshard=never"]
+    assert [row[0] for row in table.unabridged.rows] == [row.change for row in rows]
+    assert isinstance(hardware, Sentences)
+    assert hardware.lines == ["compute=1.2x: 200.0 ms less a step (20.0%)"]
+    assert isinstance(without, Sentences)
+    assert without.lines == ["forward_prefetch=1, reshard=always"]
+
+
+def test_a_wait_is_listed_once_on_the_rank_that_waits_longest() -> None:
+    made = timeline(Random(0), 2)
+    first = made.ranks[0]
+    stall = TimelineStall(
+        fqn="layers.0",
+        phase="forward",
+        lane="all_gather",
+        start_ns=0,
+        end_ns=50,
+        needed_ns=10,
+        stall_ns=40,
+        cause="launch",
+    )
+    ranks = [
+        replace(first, rank=0, stalls=[stall]),
+        replace(first, rank=1, stalls=[replace(stall, stall_ns=60), replace(stall, fqn="layers.1")]),
+    ]
+    (section,) = timeline_section(replace(made, ranks=ranks))
+    table = section.blocks[-1]
+    assert isinstance(table, Table)
+    assert table.unabridged is not None
+    at = [column.name for column in table.columns]
+    shown = [(row[at.index("fqn")], row[at.index("rank")], row[at.index("stall_ns")]) for row in table.rows]
+    assert shown == [("layers.0", 1, 60), ("layers.1", 1, 40)]
+    assert len(table.unabridged.rows) == 3
