@@ -124,7 +124,8 @@ def _predicted(
     padding: Remedy | None = None,
 ) -> MemoryPrediction:
     """Replay an execution on a device. ``guessed`` are compiled blocks of which only a bound is known."""
-    on_device = as_in_torch(as_on_cuda(execution.recording, execution.host), policy.rules)
+    as_cuda = as_on_cuda(execution.recording, execution.host, of_plain_tensors=mesh.tp == 1)
+    on_device = as_in_torch(as_cuda, policy.rules)
     if guessed:
         on_device = with_fused_blocks(on_device, guessed)
     released = None

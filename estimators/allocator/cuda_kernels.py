@@ -1,13 +1,16 @@
 """What the CUDA kernels of the same operators allocate besides their results.
 
 The execution runs CPU operators on fake tensors. Their results have the sizes and lifetimes of the CUDA ones;
-two things differ, and are put into the recording here:
+three things differ, and are put into the recording here:
 
 - a matrix product needs a cuBLAS workspace: one per thread and stream, from the first product on, for good
   (forward runs on the main thread, backward on autograd's; ``ATen/cuda/CublasHandlePool.cpp``);
 - attention's backward accumulates dQ in fp32 while it runs: flash (``flash_api.cpp: mha_bwd``), the
   memory-efficient kernel (``mem_eff_attention/kernel_backward.h``, up to 128 elements a head) and cuDNN
-  (``sdpa_bwd``: its workspace) alike. Attention as separate operators (math) is executed as it is.
+  (``sdpa_bwd``: its workspace) alike. Attention as separate operators (math) is executed as it is;
+- autograd adds a later gradient of a tensor to the first one, in the memory of the first if nothing else
+  holds it (``input_buffer.cpp: accumulate``). It does not where a tensor dispatches in Python, as fake ones
+  do: there the sum is a new tensor, after which both are dropped.
 
 A recording made with the installed torch, as the run's own torch would have made it.
 
@@ -21,14 +24,17 @@ from dataclasses import replace
 
 import numpy as np
 
+from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.memory.attribution import Attributed, attribute
 from fsdp2prof.backends import blas_workspace_bytes
 from fsdp2prof.estimators.torch_rules import TorchRules
+from fsdp2prof.labels import AUTOGRAD_NODE, RECOMPUTED
 from fsdp2prof.tables import (
     NEVER,
     AllocationTable,
     BoolArray,
     IntArray,
+    LabelTable,
     MemoryRecording,
     Strings,
     concat_tables,
@@ -38,15 +44,24 @@ BLAS_WORKSPACE_BYTES = blas_workspace_bytes("9.0")
 """Of Hopper and newer."""
 
 _MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+_SUM = "aten::add.Tensor"
 _FLASH_BACKWARD = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
 _ORDERS = 8
 """Every event is spread over this many orders, which makes room for those that go between."""
 
 
-def as_on_cuda(recording: MemoryRecording, host: frozenset[int]) -> MemoryRecording:
-    """Return the device's part of a recording, without ``host`` addresses, as CUDA kernels would make it."""
+def as_on_cuda(
+    recording: MemoryRecording, host: frozenset[int], *, of_plain_tensors: bool = True
+) -> MemoryRecording:
+    """Return the device's part of a recording, without ``host`` addresses, as CUDA kernels would make it.
+
+    Without ``of_plain_tensors`` gradients may be DTensors, which autograd does not add in place.
+    """
     on_device = ~np.isin(recording.allocations.address, list(host))
-    allocations = _spread(recording.allocations.take(on_device))
+    allocations = recording.allocations.take(on_device)
+    if of_plain_tensors:
+        allocations = _with_sums_in_place(allocations, recording.labels)
+    allocations = _spread(allocations)
     parts = [
         allocations,
         _blas_workspaces(allocations, _backward_start(recording)),
@@ -133,6 +148,44 @@ def _blas_workspaces(allocations: AllocationTable, backward_ns: int) -> Allocati
     firsts = [np.flatnonzero(products & side)[:1] for side in (~backward, backward)]
     rows = allocations.take(np.concatenate(firsts))
     return _extra(rows, rows.alloc_order + 1, np.full(len(rows), NEVER), rows.alloc_ns, BLAS_WORKSPACE_BYTES)
+
+
+def _with_sums_in_place(allocations: AllocationTable, labels: LabelTable) -> AllocationTable:
+    """Leave out each sum after which autograd drops both gradients; the first of them lives on as the sum."""
+    own = labels.name.matches(lambda name: name.startswith(AUTOGRAD_NODE))
+    again = labels.name.equals(RECOMPUTED)
+    times = allocations.alloc_ns
+    inside, recomputed = (
+        intervals.containing(labels.start_ns[rows], labels.end_ns[rows], times) >= 0 for rows in (own, again)
+    )
+    sums = np.flatnonzero(inside & ~recomputed & allocations.op.equals(_SUM))
+    freed = np.argsort(allocations.free_order, kind="stable")
+    orders = allocations.free_order[freed]
+    following = np.searchsorted(orders, allocations.alloc_order[sums], side="right")
+    free_order, free_ns = allocations.free_order.copy(), allocations.free_ns.copy()
+    release_order = allocations.release_order.copy()
+    memory_of: dict[int, int] = {}
+    """Of each sum, the row whose memory it is in."""
+    for row, place in zip(sums.tolist(), following.tolist(), strict=True):
+        both = freed[place : place + 2].tolist()
+        at = int(allocations.alloc_order[row])
+        alike = [
+            one
+            for number, one in enumerate(both, 1)
+            if int(allocations.free_order[one]) == at + number
+            and allocations.size[one] == allocations.size[row]
+            and allocations.stream[one] == allocations.stream[row]
+        ]
+        if len(alike) < 2 or allocations.free_order[row] == NEVER:
+            continue
+        first = memory_of.get(alike[0], alike[0])
+        memory_of[row] = first
+        free_order[first], free_ns[first] = allocations.free_order[row], allocations.free_ns[row]
+        release_order[first] = allocations.release_order[row]
+    changed = allocations.with_columns(free_order=free_order, free_ns=free_ns, release_order=release_order)
+    kept = np.ones(len(allocations), dtype=np.bool_)
+    kept[list(memory_of)] = False
+    return changed.take(kept)
 
 
 def _flash_accumulators(allocations: AllocationTable) -> AllocationTable:

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.analyzers.memory.prepared import allocated_totals
+from fsdp2prof.estimators.allocator.cuda_kernels import as_on_cuda
 from fsdp2prof.storage_tracker import StorageTracker
 from fsdp2prof.tables import NEVER, MemoryRecording
 
@@ -328,3 +329,28 @@ def test_recomputed_forwards_are_known_with_and_without_stacks(reentrant):
         assert not any("backward" in (operator or "") for operator, _ in by_range)
     else:
         assert by_stack == by_range
+
+
+def test_autograd_adds_gradients_in_place_of_the_first() -> None:
+    """As Kineto sees it on real tensors; fake ones, and any under a mode of dispatch, are added elsewhere."""
+
+    def step() -> None:
+        weights = [torch.empty(64, 64, requires_grad=True) for _ in range(3)]
+        given = torch.empty(128, 64, requires_grad=True)
+        hidden = given + torch.sin(given)
+        parts = [hidden @ weight for weight in weights]
+        (hidden + parts[0] * parts[1] * parts[2]).sum().backward()
+
+    def sums(recording: MemoryRecording) -> int:
+        return recording.allocations.op.to_list().count("aten::add.Tensor")
+
+    with torch.profiler.profile() as profiler:
+        step()
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    with FakeTensorMode() as mode, StorageTracker(fake_mode=mode, stacks=False) as fake:
+        step()
+    on_device = as_on_cuda(fake.recording(), frozenset())
+    forward, of_expanded, in_place = 2, 1, 3  # the first gradient of the hidden state is a scalar, expanded
+    assert (counts["aten::add"], counts["aten::add_"]) == (forward + of_expanded, in_place)
+    assert sums(fake.recording()) == forward + of_expanded + in_place
+    assert sums(on_device) == forward + of_expanded
