@@ -172,8 +172,9 @@ def _steps(
     rank = program.rank
     pending: dict[int, Activity] = {}
     given: set[int] = set()
-    """Activities launched before the first analysed step: they stay as recorded."""
+    """Activities launched or begun before the first analysed step: they stay as recorded."""
     before = True
+    first = program.windows[0][0] if program.windows and program.on_device else _LONG_OVER
     host = program.points[0].begin if program.points else 0
 
     def length(one: Activity) -> int:
@@ -210,7 +211,7 @@ def _steps(
         one = point.launches
         if one is None:
             continue
-        if before:
+        if before or one.start < first:
             given.add(one.index)
             start = one.start
         else:
