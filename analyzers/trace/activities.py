@@ -9,7 +9,7 @@ from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.analyzers.trace.script import OF_FORWARD
-from fsdp2prof.labels import RECOMPUTED, parse_label
+from fsdp2prof.labels import AUTOGRAD_NODE, RECOMPUTED, parse_label
 
 _RECORDS_A_GRAPH = "CUDAGraphNode.record (dynamo_timed)"
 _RUNS_COMPILED = "## Call CompiledFxGraph"
@@ -28,10 +28,6 @@ def on_the_device(tables: RankTables, host: Intervals) -> Intervals:
     some = after > first
     end = np.where(after < len(launched), starts[after], work.end_ns.max(initial=0))
     return intervals.union(starts[first[some]], end[some])
-
-
-_NODE = "autograd::engine::evaluate_function: "
-"""How the range of one of autograd's nodes begins."""
 
 
 def recomputed(tables: RankTables) -> Intervals:
@@ -67,7 +63,9 @@ def _forwards_in_nodes(tables: RankTables) -> list[tuple[int, int]]:
     rows = rows[tables.phases.phase.lookup(place).equals("backward")]
     if not len(rows):
         return []
-    nodes = np.flatnonzero(events.name.matches(lambda name: name.startswith(_NODE)) & (events.thread >= 0))
+    nodes = np.flatnonzero(
+        events.name.matches(lambda name: name.startswith(AUTOGRAD_NODE)) & (events.thread >= 0)
+    )
     found: list[tuple[int, int]] = []
     for thread in intervals.distinct(events.thread[rows]):
         its, mine = nodes[events.thread[nodes] == thread], rows[events.thread[rows] == thread]

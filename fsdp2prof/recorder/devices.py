@@ -47,7 +47,7 @@ def package_versions() -> dict[str, str]:
 def device_info(device_type: str) -> DeviceInfo:
     """Describe the current device of a type."""
     if device_type != "cuda":
-        # Not platform.processor(): it runs uname, a child that the training would be told of.
+        # Not platform.processor(): it runs uname, and the training's SIGCHLD handler would see that child.
         return DeviceInfo(type=device_type, name=platform.machine() if device_type == "cpu" else device_type)
     index = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(index)
