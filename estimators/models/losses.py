@@ -337,6 +337,10 @@ def logits_of(output: Any) -> Tensor:
     return logits
 
 
+_MOST_PIECES = 10_000
+"""Many times what any trainer takes: a number of pieces was given for their size."""
+
+
 @contextmanager
 def _in_place_of(head: nn.Module, after: _After, targets: Tensor, how: Loss) -> Iterator[None]:
     """Let a head return the loss, (1, 1, 1), for as long as it is asked."""
@@ -349,6 +353,11 @@ def _in_place_of(head: nn.Module, after: _After, targets: Tensor, how: Loss) -> 
             if head.bias is not None:
                 raise ModelError(f"loss={how}: prime-rl's fused head takes no bias: use chunked:8")
             tokens = how.count if isinstance(how, ChunkedBlocks) else len(hidden)
+            pieces = -(-len(hidden) // tokens) * -(-len(head.weight) // how.count)
+            if pieces > _MOST_PIECES:
+                raise ModelError(
+                    f"loss={how} makes {pieces:,} pieces: the number is of vocabulary entries in a piece"
+                )
             loss = _ByVocabulary.apply(hidden, head.weight, labels, tokens, how.count, after)
             loss = loss / len(labels)
         elif isinstance(how, InPieces):
