@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.scripts import load_script
+from support.torch_versions import MEASURED_ON_A_GPU
 
 from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.errors import ModelError
@@ -34,6 +36,20 @@ GIB = 1 << 30
 SPEC = ModelSpec(source="gpt2", layers=2)
 MESH = MeshSpec(dp_shard=4)
 POLICY = PolicySpec(seq_len=256, allocator="expandable")
+
+
+MEASURED = json.loads((Path(__file__).parents[1] / "data" / "gpu" / "memory.json").read_text())["rows"]
+FEW = [("AC full", 512), ("AC by operator", 64), ("reshard to 4 ranks", 8), ("classic allocator", 64)]
+
+
+@pytest.mark.skipif(not MEASURED_ON_A_GPU, reason="measured with torch 2.11")
+@pytest.mark.parametrize("row", [row for row in MEASURED if (row["name"], row["world_size"]) in FEW])
+def test_peaks_of_a_gpu_are_met_to_the_byte(row: dict[str, Any]) -> None:
+    spec = ModelSpec(source=row["model"], layers=row["layers"])
+    mesh, policy = MeshSpec(dp_shard=row["world_size"]), PolicySpec.from_mapping(row["policy"])
+    peak = estimate_memory(spec, mesh, policy).peak
+    assert peak.reserved_bytes == row["measured_bytes"]["reserved"]
+    assert peak.active_bytes == pytest.approx(row["measured_bytes"]["allocated"], rel=1e-3)
 
 
 @pytest.fixture(scope="module")

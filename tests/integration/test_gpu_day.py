@@ -102,18 +102,13 @@ def test_every_recording_is_analysed_without_remainder(
         assert (attribution["comm_ns"] > 0) == (row["ranks"] > 1)
 
 
-TOO_HIGH = {("AC full", 64): 0.043, ("AC full", 512): 0.063}
-"""Known overestimates of reserved memory on an H100, as a fraction; the cause is unknown."""
-
-
 def test_estimates_are_within_the_stated_error(made: Made) -> None:
     table = made.table("memory")
     assert table["rows"]
     for row in table["rows"]:
         for name, error in row["error_frac"].items():
             assert row["estimated_bytes"][name] / row["measured_bytes"][name] - 1 == error
-            most = TOO_HIGH.get((row["name"], row["world_size"]), 0) if name == "reserved" else 0
-            assert abs(error) <= max(table["stated_error_frac"], most), row
+            assert abs(error) <= table["stated_error_frac"], row
 
 
 @pytest.fixture

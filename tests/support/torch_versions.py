@@ -9,6 +9,7 @@ __all__ = [
     "GROUPED_PRODUCTS",
     "GROUPS_QUERIES_ON_CPU",
     "LOSSES_IN_PIECES",
+    "MEASURED_ON_A_GPU",
     "REPLICAS_TRAIN_ON_CPU",
     "TENSOR_PARALLEL_SHARDS_UNEVENLY",
 ]
@@ -33,3 +34,6 @@ GROUPS_QUERIES_ON_CPU = _VERSION >= (2, 8)
 
 GROUPED_PRODUCTS = _VERSION >= (2, 8)
 """Experts of torch 2.7 are not one grouped product, whose kernel is named."""
+
+MEASURED_ON_A_GPU = _VERSION >= (2, 11)
+"""What ``tests/data/gpu`` holds was measured with torch 2.11."""
