@@ -237,7 +237,7 @@ def test_what_no_option_says_is_refused_by_its_name(wrap: Any, name: str) -> Non
         ({"unshard_async_op": True}, "_set_unshard_async_op"),
         ({"cast_forward_inputs": False}, "cast_forward_inputs"),
         ({"root": 1}, "2 root modules that share_comm_ctx joins"),
-        ({"root": 1, "comm_context": 1}, "2 root modules:"),
+        ({"root": 1, "comm_context": 1}, "2 root modules, which"),
     ],
 )
 def test_what_a_manifest_alone_can_say_is_refused_by_its_name(change: dict[str, Any], name: str) -> None:

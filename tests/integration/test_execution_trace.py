@@ -130,7 +130,7 @@ def test_the_command_line_says_what_it_rests_on(observed: Path, capfd: pytest.Ca
 def test_what_a_trace_does_not_say_is_refused(observed: Path, tmp_path: Path) -> None:
     trace = read_execution_trace(observed)
     for mesh, said in (
-        (MeshSpec(dp_shard=2, tp=2), "says nothing of tp"),
+        (MeshSpec(dp_shard=2, tp=2), "keeps the tp, pp and cp"),
         (MeshSpec(dp_replicate=2, dp_shard=2), "without dp_replicate"),
     ):
         with pytest.raises(ModelError, match=said):
