@@ -29,7 +29,7 @@ class AsyncTensorParallel(Technique):
     def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
         """Refuse it without tensor parallelism, and for models whose plan is not the built-in one."""
         if policy.async_tp and mesh.tp == 1:
-            raise ModelError("async_tp: there is no tensor parallelism on this mesh; add tp to it")
+            raise ModelError("async_tp needs tensor parallelism: add tp to the mesh")
         plan = model.tensor_parallel
         if policy.async_tp and plan is not None and not plan.is_analysed:
             raise ModelError(f"async_tp: modelled for dense built-in models, not {model.name}")

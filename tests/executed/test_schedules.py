@@ -143,7 +143,7 @@ def test_a_vs_first_rank_has_both_ends_and_its_last_rank_sends_itself_nothing() 
         ("dp_shard=2", {"pp_schedule": "zb1p"}, "no pipeline"),
         ("pp=2,dp_shard=2", {"pp_schedule": "zbv", "reshard": "never", "compile": True}, "leave compile out"),
         ("pp=2,dp_shard=2", {"pp_schedule": "zb1p", "reshard": "never", "ac": "op"}, "allows one backward"),
-        ("dp_shard=2", {"async_tp": True, "compile": True}, "no tensor parallelism"),
+        ("dp_shard=2", {"async_tp": True, "compile": True}, "needs tensor parallelism"),
     ],
 )
 def test_a_schedule_that_the_mesh_cannot_have_is_refused(

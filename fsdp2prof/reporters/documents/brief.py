@@ -172,12 +172,9 @@ def _peak(analysis: MemoryAnalysis) -> list[Section]:
             c.size("layer_bytes", "bytes", of=lambda row: _bytes_of_fullest(peak, row.category)),
         ]
     else:
-        line = {one.category: one for one in reversed(peak.by_line)}
         holder = [
-            c.name(
-                "line", "most allocated at", of=lambda row: getattr(line.get(row.category), "place", None)
-            ),
-            c.size("line_bytes", "bytes", of=lambda row: getattr(line.get(row.category), "bytes", None)),
+            c.name("line", "most allocated at", of=lambda row: _line(peak, row.category)[0]),
+            c.size("line_bytes", "bytes", of=lambda row: _line(peak, row.category)[1]),
         ]
     columns = [c.category(), c.size("bytes"), c.percent("frac"), *holder]
     where = f"in {peak.phase}" if peak.fqn is None else f"in {peak.phase} of {peak.fqn or 'the root'}"
@@ -192,6 +189,12 @@ def _peak(analysis: MemoryAnalysis) -> list[Section]:
         totals=[{"category": "allocated", "bytes": peak.allocated_bytes, "frac": "100.0"}],
     )
     return c.section("memory", table.title, table)
+
+
+def _line(peak: Peak, category: str) -> tuple[str | None, int | None]:
+    """Return the line that holds most of a category, and its bytes; null where none is among the ten."""
+    found = ((one.place, one.bytes) for one in peak.by_line if one.category == category)
+    return next(found, (None, None))
 
 
 def _fullest_layer(peak: Peak, category: str) -> LayerMemory | None:
