@@ -52,12 +52,17 @@ def load_config(path: Path) -> dict[str, Any]:
 
 
 def make_spec(
-    values: Mapping[str, Any], *, tied: bool = False, names: Mapping[str, str] | None = None
+    values: Mapping[str, Any],
+    *,
+    tied: bool = False,
+    own_norm: bool = False,
+    names: Mapping[str, str] | None = None,
 ) -> EstimateSpec:
     """Build and validate an estimate's input from the keys of :func:`load_config`.
 
     ``mesh`` is text or a table; without it FSDP shards over ``world_size`` ranks, by default one.
-    ``tied`` and ``names`` describe the model, as ``with_stack`` takes them. Raises ``ModelError``.
+    ``tied`` and ``names`` describe the model, as ``with_stack`` takes them; one with norms of its own
+    (``own_norm``) does not run a stack's. Raises ``ModelError``.
     """
     if not values.get("model"):
         raise ModelError("no model: name a built-in, a config.json or package.module:factory with --model")
@@ -66,7 +71,9 @@ def make_spec(
     sizes = _mesh_of_table(mesh) if isinstance(mesh, Mapping) else MeshSpec.parse(str(mesh), world_size)
     own = values.get("policy", {})
     policy = with_stack(values.get("stack"), own, tied=tied, names=names or {})
-    notes = stack_notes(values.get("stack"), own)
+    left_out = set() if "norm" in own or not own_norm else {"norm"}
+    policy = {option: value for option, value in policy.items() if option not in left_out}
+    notes = stack_notes(values.get("stack"), {*own, *left_out})
     if sizes.pp > 1 and "reshard" not in own:
         policy["reshard"] = "never"
         policy.pop("reshard_root", None)

@@ -122,7 +122,8 @@ _HUGGING_FACE_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.no
 
 
 def _head_of(source: object) -> dict[str, Any]:
-    """Whether a model's head and embedding share a parameter, and its names of modules that stacks wrap.
+    """Whether a model's head and embedding share a parameter, whether its norms are its own, and its names of
+    modules that stacks wrap.
 
     Raises ``ModelError`` for a built-in model that is not known.
     """
@@ -130,13 +131,15 @@ def _head_of(source: object) -> dict[str, Any]:
         return {}
     model = ModelSpec(source=str(source))
     if model.kind == "builtin":
-        return {"tied": builtin_config(model.source).tied}
+        config = builtin_config(model.source)
+        return {"tied": config.tied, "own_norm": config.family == "gpt"}
     if model.kind == "factory":
-        return {"tied": True}  # where its head is, is not known
+        return {"tied": True, "own_norm": True}  # where its head is, is not known
     path = Path(model.source)
     try:
         text = read_text(path / "config.json" if path.is_dir() else path)
-        return {"tied": '"tie_word_embeddings": false' not in text, "names": _HUGGING_FACE_NAMES}
+        tied = '"tie_word_embeddings": false' not in text
+        return {"tied": tied, "own_norm": True, "names": _HUGGING_FACE_NAMES}
     except ValueError:
         return {}  # building the model says why
 
@@ -173,6 +176,7 @@ def describe(
             overrides=overrides,
             world_size=given.get("world_size"),
             stack=given.get("stack") or of_file.get("stack"),
+            stated={*of_file.get("policy", {}), *policy},
         )
         of_file = {
             **trainer.values,

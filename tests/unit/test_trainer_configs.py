@@ -11,6 +11,7 @@ from fsdp2prof.errors import InputError, ModelError
 from fsdp2prof.estimators.config.inputs import make_spec
 from fsdp2prof.estimators.config.trainers import TrainerRun, read_trainer_files
 from fsdp2prof.estimators.models.catalog import builtin_config
+from fsdp2prof.workflows.estimate import describe
 
 TITAN = """
 [job]
@@ -493,6 +494,55 @@ def test_what_a_file_does_not_say_is_asked_or_named(tmp_path: Path) -> None:
     assert run.values["policy"]["ac"] == "full"
     assert any(row.source == "--override" and row.became == "full" for row in run.read.rows)
     assert any(row.source.endswith("job_config.py:151") and not row.given for row in run.read.rows)
+
+
+ARGUMENTS = "model_name_or_path: Qwen/Qwen3-8B\nbf16: true\nper_device_train_batch_size: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("fsdp: true", {"reshard": "always", "offload": False}),
+        ("fsdp: full_shard auto_wrap offload", {"reshard": "always", "offload": True}),
+        ("fsdp: [shard_grad_op, auto_wrap]", {"reshard": "never", "offload": False}),
+        ("fsdp: true\nfsdp_config: {cpu_offload: true}", {"offload": True}),
+        (
+            "fsdp: shard_grad_op\nfsdp_config: {version: 2, reshard_after_forward: true}",
+            {"reshard": "always"},
+        ),
+    ],
+)
+def test_words_of_training_arguments_are_read(text: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    run = read(tmp_path, ("args.yaml", ARGUMENTS + text), world_size=8)
+    got = made(run)
+    got["reshard"] = got["reshard"].partition(",")[0]
+    assert {key: got[key] for key in expected} == expected
+    assert not run.read.not_known
+
+
+def test_sharding_that_is_only_there_with_fsdp1_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="hybrid_shard is only there with FSDP1"):
+        read(tmp_path, ("args.yaml", ARGUMENTS + "fsdp: hybrid_shard auto_wrap"), world_size=8)
+
+
+def test_what_is_stated_beside_the_files_is_not_asked(tmp_path: Path) -> None:
+    files = ("args.yaml", ARGUMENTS + "fsdp: true")
+    assert any("--seq-len" in one for one in read(tmp_path, files, world_size=8).read.open)
+    assert not read(tmp_path, files, world_size=8, stated={"seq_len"}).read.open
+
+
+def test_a_stacks_norm_is_of_models_that_have_none_of_their_own(tmp_path: Path) -> None:
+    values = read(tmp_path, ("args.yaml", ARGUMENTS + "fsdp: true"), world_size=8).values
+    assert make_spec(values).policy.norm == "composed"
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    described = describe(
+        trainer_files=[tmp_path / "args.yaml"],
+        given={"world_size": 8, "model": str(config)},
+        policy={"seq_len": 64},
+    )
+    assert described.spec().policy.norm is None
+    assert not any("RMSNorm" in note for note in described.spec().notes)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ decides where a file says nothing. A format is recognized by its keys, not by th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,10 +62,12 @@ def read_trainer_files(
     overrides: Sequence[str] = (),
     world_size: int | None = None,
     stack: str | None = None,
+    stated: Collection[str] = (),
 ) -> TrainerRun:
     """Read a run from one file, or several of one trainer; a later file wins.
 
-    ``overrides`` are ``key=value`` by the trainer's own keys. Raises ``InputError`` for a file that cannot be
+    ``overrides`` are ``key=value`` by the trainer's own keys, ``stated`` options of the policy that are given
+    beside the files and not asked for. Raises ``InputError`` for a file that cannot be
     read or is of no known trainer, ``ModelError`` for a setting that is not modelled.
     """
     documents = [(path, *_parsed(path)) for path in paths]
@@ -89,7 +91,14 @@ def read_trainer_files(
         values[key.strip()] = parse_yaml(value)
         places[key.strip()] = "--override"
     declared = format_named(kind)
-    run = Reading(format=declared, values=values, places=places, world_size=world_size, stack=declared.stack)
+    run = Reading(
+        format=declared,
+        values=values,
+        places=places,
+        world_size=world_size,
+        stack=declared.stack,
+        stated=stated,
+    )
     run.judge_unmodelled()
     _READERS[kind](run)
     return _result(run, paths, stack)

@@ -231,7 +231,7 @@ def _batch(run: Reading) -> None:
     elif length.value is not None:
         run.set("seq_len", length.number(1), length)
     else:
-        run.open.append("the data decide how long a sequence is: add --seq-len")
+        run.ask("seq_len", "the data decide how long a sequence is")
 
 
 def _optimizer_and_loss(run: Reading) -> None:

@@ -139,15 +139,17 @@ def read_accelerate_fsdp(run: Reading, *sections: str) -> None:
         places = [f"{section}.{prefix}{name}" for section in sections for prefix in ("fsdp_", "")]
         return run.get(*places, f"fsdp_{name}" if name == "version" else places[0])
 
-    version = key("version")
+    version, asked = key("version"), run.get("fsdp")
     deepspeed = run.get("deepspeed", "accelerate.deepspeed_config", "accelerate.deepspeed_config.zero_stage")
     if deepspeed.value:
         run.refuse(deepspeed, "DeepSpeed is not FSDP2; an estimate is of fsdp_version: 2")
-    if not version.given and not run.get("fsdp").value and not run.has(*sections):
+    if not version.given and not asked.value and not run.has(*sections):
         raise ModelError(
             "no file configures FSDP (fsdp_config): add the file that does as another --from-config, or "
             f"--override {sections[0]}.fsdp_version=2 for FSDP2"
         )
+    if version.value is None and asked.value:
+        version = Value("fsdp_config.version", 2, "transformers/training_args.py:2826", given=False)
     if version.value is None or version.number(1) < 2:
         said = "absent, which is 1" if version.value is None else str(version.value)
         run.refuse(
@@ -162,9 +164,10 @@ def read_accelerate_fsdp(run: Reading, *sections: str) -> None:
             run.says("reshard", "always", reshard)
         else:
             run.set("reshard", "never", reshard)
-    offload = key("offload_params")
-    if offload.value is not None:
-        run.set("offload", is_on(offload), offload)
+    _read_sharding_words(run, asked, is_decided=reshard.given)
+    for name in ("offload_params", "cpu_offload"):
+        if (offload := key(name)).value is not None:
+            run.set("offload", is_on(offload), offload)
     policy = key("auto_wrap_policy")
     if policy.word() == "no_wrap":
         run.set("wrap", ("root",), policy)
@@ -183,6 +186,20 @@ def read_accelerate_fsdp(run: Reading, *sections: str) -> None:
     for name in ("backward_prefetch", "forward_prefetch", "sharding_strategy"):
         if (found := key(name)).given:
             run.notes.append(f"{found.key} = {found.value} does nothing: it is a setting of FSDP1")
+
+
+def _read_sharding_words(run: Reading, asked: Value, *, is_decided: bool) -> None:
+    """``fsdp: full_shard auto_wrap offload`` of TrainingArguments; ``fsdp_config`` wins where it decides."""
+    words = asked.value if isinstance(asked.value, list) else asked.word().split()
+    for word in words:
+        if word == "offload":
+            run.set("offload", True, asked)
+        elif word == "full_shard" and not is_decided:
+            run.says("reshard", "always", asked)
+        elif word == "shard_grad_op" and not is_decided:
+            run.set("reshard", "never", asked)
+        elif word in ("hybrid_shard", "hybrid_shard_zero2", "no_shard"):
+            run.refuse(asked, f"{word} is only there with FSDP1; HSDP is dp_replicate of accelerate's mesh")
 
 
 def read_hugging_face(run: Reading) -> None:
@@ -263,7 +280,7 @@ def _length(run: Reading, trl: bool) -> None:
     if length.value is None and trl:
         length = Value("max_length", 1024, "trl/trainer/sft_config.py:205", given=False)
     if length.value is None:
-        run.open.append("the length of sequences is in no file: add --seq-len")
+        run.ask("seq_len", "the length of sequences is in no file")
         return
     run.set("seq_len", length.number(1), length)
     packed = run.get("packing")

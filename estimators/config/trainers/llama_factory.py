@@ -111,8 +111,8 @@ def read_llama_factory_v1(run: Reading) -> None:
     if which.word() == "liger_kernel":
         run.set("norm", "fused", which)
     elif "auto" in (which.word(), kernels.word()) or kernels.word() == "true" or "liger" in kernels.word():
-        run.open.append(
-            "kernel_config: which kernels replace the model's own depends on the machine; add --norm fused"
+        run.ask(
+            "norm", "kernel_config: which kernels replace the model's own depends on the machine", " fused"
         )
     peft = run.get("peft_config.name")
     kind, bits = run.get("quant_config.name", "quant_config"), run.get("quant_config.quantization_bit")

@@ -91,9 +91,7 @@ def _batch(run: Reading, is_sft: bool) -> None:
         run.set(
             "batch_size", 1, Value("packing", "one packed sequence a micro-batch", "prime-rl", given=False)
         )
-        run.open.append(
-            "how many micro-batches a step has depends on the rollouts' lengths; add --grad-accum"
-        )
+        run.ask("grad_accum", "how many micro-batches a step has depends on the rollouts' lengths")
         return
     length = run.get("data.seq_len")
     run.set("seq_len", length.number(1), length)

@@ -6,7 +6,7 @@ key, the trainer's own default applies, with the line of the trainer's code that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -105,6 +105,8 @@ class Reading:
     mesh: dict[str, int] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
     stack: str = ""
+    stated: Collection[str] = ()
+    """Options of the policy that are stated beside the files."""
     rows: list[tuple[Value, str, str]] = field(default_factory=list)
     """What was read, the option that it became, and its value there."""
     notes: list[str] = field(default_factory=list)
@@ -156,11 +158,16 @@ class Reading:
         else:
             self.missing(option, found)
 
+    def ask(self, option: str, unknown: str, value: str = "") -> None:
+        """Say what no file states and which option would; nothing if it is stated."""
+        if option not in self.stated:
+            self.open.append(f"{unknown}: add --{option.replace('_', '-')}{value}")
+
     def missing(self, option: str, read: Value) -> None:
         """Say that no file gives a key for which the trainer has no default; the option keeps its own."""
-        self.open.append(
-            f"{read.key} is in no file, and the trainer's code has no default for it: the estimate takes its "
-            f"own; add --{option.replace('_', '-')}"
+        self.ask(
+            option,
+            f"{read.key} is in no file, and the trainer's code has none; the estimate takes its own default",
         )
 
     def set_model(self, source: str, *read: Value, layers: int | None = None) -> None:
@@ -263,9 +270,11 @@ class Reading:
 
     def opens_documents(self, read: Value) -> None:
         """Say that sequences are packed, of how many documents is not known."""
-        self.open.append(
+        self.ask(
+            "documents",
             f"{read.key}: no file says how many documents a packed sequence has. One is estimated, which has "
-            "the most attention: add --documents varlen:K"
+            "the most attention",
+            " varlen:K",
         )
 
     def unused(self) -> tuple[list[str], list[str]]:

@@ -60,9 +60,7 @@ def _model(run: Reading) -> None:
     attention = run.get("model.use_flex_attn", "model.attn_type", "model.attn_backend").word()
     if attention in ("true", "flex", "varlen"):
         kind = "flex" if attention == "true" else attention
-        run.open.append(
-            f"{kind} attention: documents in a sequence are not in the file; add --documents {kind}:K"
-        )
+        run.ask("documents", f"{kind} attention: documents in a sequence are not in the file", f" {kind}:K")
     exchange = run.get("model.moe_comm_backend")
     if exchange.word() not in ("", "standard"):
         run.notes.append(f"{exchange.key} = {exchange.value} is not modelled: NCCL's all-to-all is estimated")

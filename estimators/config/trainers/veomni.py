@@ -37,9 +37,11 @@ def read_veomni(run: Reading) -> None:
     run.accumulate(run.get("train.global_batch_size"), micro.number(1), run.data_ranks)
     dynamic = run.get("train.dyn_bsz")
     if is_on(dynamic):
-        run.open.append(
+        run.ask(
+            "documents",
             "dyn_bsz packs micro_batch_size x max_seq_len tokens into a micro-batch; no file says into how "
-            "many documents: add --documents varlen:K"
+            "many documents",
+            " varlen:K",
         )
     mixed = run.get("train.accelerator.fsdp_config.mixed_precision.enable", "train.enable_mixed_precision")
     for option in ("param_dtype", "reduce_dtype", "output_dtype"):
