@@ -13,13 +13,14 @@ import gc
 import logging
 import sys
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -32,6 +33,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+HAS_FUSED_RMS_NORM = hasattr(torch.ops.aten, "_fused_rms_norm")
+"""Whether the installed torch runs ``F.rms_norm`` as one kernel on CUDA."""
 
 _MOST_ELEMENTS = 1 << 26
 """Of a value that is followed: larger ones (a mask of all pairs of a long sequence) are left unknown."""
@@ -215,7 +219,9 @@ def appear_real(import_utils: Any) -> None:
 
 
 @contextmanager
-def fake_tensors(*, allow_real: bool = False, follow_values: bool = False) -> Iterator[FakeTensorMode]:
+def fake_tensors(
+    *, allow_real: bool = False, follow_values: bool = False, fused_rms_norm: bool = HAS_FUSED_RMS_NORM
+) -> Iterator[FakeTensorMode]:
     """Make every tensor created inside a fake one: shapes and lifetimes are real, the data is not there.
 
     DTensor works out its results' shapes with fake tensors of the *global* shape, under the active modes;
@@ -226,6 +232,7 @@ def fake_tensors(*, allow_real: bool = False, follow_values: bool = False) -> It
 
     With ``allow_real`` an operator may be given real tensors, which then stand for fake ones of their shape;
     without, that is an error. With ``follow_values`` what is computed of constants alone has its true value.
+    With ``fused_rms_norm`` torch's RMSNorm runs as the one kernel that a GPU has for it.
     """
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -254,12 +261,51 @@ def fake_tensors(*, allow_real: bool = False, follow_values: bool = False) -> It
         if _TRANSFORMERS in sys.modules:
             appear_real(sys.modules[_TRANSFORMERS])
         stack.enter_context(_AsOnDevice())  # type: ignore[no-untyped-call]
+        if fused_rms_norm:
+            composed = F.rms_norm
+            stack.callback(setattr, F, "rms_norm", composed)
+            F.rms_norm = _as_one_kernel(composed)
         if follow_values:
             stack.callback(setattr, FakeTensor, "tolist", FakeTensor.tolist)
             FakeTensor.tolist = _listed  # type: ignore[method-assign, assignment]
             stack.enter_context(KnownValues())  # type: ignore[no-untyped-call]
             stack.enter_context(TensorsAsNumbers())
         yield mode
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """What a fused RMSNorm reads, writes and keeps: its input, its weight and one fp32 number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Stand for the kernel: reads ``x`` (..., dim) once and writes as much."""
+        ctx.save_for_backward(x, weight, x[..., :1].float())
+        return x * (1.0 if weight is None else weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Stand for the kernels of both gradients."""
+        x, weight, _ = ctx.saved_tensors
+        (gradient,) = gradients
+        rows = tuple(range(x.ndim - 1))
+        return gradient * x, None if weight is None else gradient.sum(rows).to(weight.dtype)
+
+
+def _as_one_kernel(composed: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``F.rms_norm`` for fake tensors: a host has no kernel for it, and runs several operators."""
+
+    def rms_norm(
+        input: Tensor,
+        normalized_shape: Sequence[int],
+        weight: Tensor | None = None,
+        eps: float | None = None,
+    ) -> Tensor:
+        if isinstance(input, FakeTensor) and len(normalized_shape) == 1:
+            normed: Tensor = FusedRMSNorm.apply(input, weight)  # type: ignore[no-untyped-call]
+            return normed
+        return composed(input, normalized_shape, weight, eps)
+
+    return rms_norm
 
 
 def _listed(tensor: FakeTensor) -> Any:

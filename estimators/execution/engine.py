@@ -199,7 +199,10 @@ class FakeRank:
     ) -> None:
         self._sizes, self._policy = sizes, policy
         self.mesh = stack.enter_context(fake_process_group(sizes, rank=rank))
-        self.mode = stack.enter_context(fake_tensors(follow_values=policy.follows_values))
+        one_kernel = policy.rules.rms_norm_is_fused and not policy.compile
+        self.mode = stack.enter_context(
+            fake_tensors(follow_values=policy.follows_values, fused_rms_norm=one_kernel)
+        )
         stack.enter_context(attention_kernel(policy))
         self.model = sharded_model(spec, sizes, policy, self.mesh, graphs=graphs)
         self.seconds = second_models(self.model, spec, sizes, policy, self.mesh)

@@ -8,8 +8,6 @@ H heads, G key/value heads, E head dim, F feed-forward dim, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,24 +16,7 @@ from torch._subclasses.fake_tensor import is_fake
 from fsdp2prof.estimators.models.catalog import LatentShape, TransformerConfig
 from fsdp2prof.estimators.models.experts import MixtureOfExperts
 from fsdp2prof.estimators.models.local_tensors import as_local
-
-
-class _FusedRMSNorm(torch.autograd.Function):
-    """What a fused RMSNorm reads, writes and keeps: its input, its weight and one fp32 number a row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """Stand for the kernel: reads ``x`` (..., dim) once and writes as much."""
-        ctx.save_for_backward(x, weight, x[..., :1].float())
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """Stand for the kernels of both gradients."""
-        x, weight, _ = ctx.saved_tensors
-        (gradient,) = gradients
-        rows = tuple(range(x.ndim - 1))
-        return gradient * x, gradient.sum(rows).to(weight.dtype)
+from fsdp2prof.fake_tensors import FusedRMSNorm
 
 
 class RMSNorm(nn.Module):
@@ -52,7 +33,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` (..., dim) and return its dtype."""
         if self.fused and is_fake(x):
-            normed_at_once: Tensor = _FusedRMSNorm.apply(x, self.weight)  # type: ignore[no-untyped-call]
+            normed_at_once: Tensor = FusedRMSNorm.apply(x, self.weight)  # type: ignore[no-untyped-call]
             return normed_at_once
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
