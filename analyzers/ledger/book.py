@@ -48,6 +48,11 @@ _REASONS = {
     "rebuilt": "a loader that is made anew",
     "one_by_one": "an optimizer that goes through its parameters one by one",
     "float64": "matrix products in float64",
+    "attention_in_float32": "attention in float32",
+    "layout": "conversions between channels first and last",
+    "unaligned": "products of matrices that 16 bytes do not divide",
+    "scores": "attention with its scores as a tensor",
+    "memory": "kernels that only move memory",
     "forwards": "forwards of checkpointed modules",
 }
 """``why`` of a charge -> the same in words."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable, Iterable
 
+from fsdp2prof.analyzers.kernel_names import moves_memory
 from fsdp2prof.analyzers.layers import named_layer
 from fsdp2prof.analyzers.ledger.book import Book, by_layer, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
@@ -145,47 +147,38 @@ def _rest(book: Book) -> None:
 
 _SINGLE = re.compile(r"sgemm|simt_\w*gemm|gemm_f32f32_f32f32_f32")
 """Names of matrix products in float32 that run beside the tensor cores (cuBLAS, CUTLASS)."""
-_UNFUSED = re.compile(
-    r"elementwise_kernel|\breduce_kernel|\b(?:vectorized_layer_norm|layer_norm_grad|batch_norm_|group_norm_)|"
-    r"(?:Layer|Group)Norm(?:Forward|Backward|1d)|RowwiseMoments|GammaBetaBackward|\b(?:softmax_warp|cunn_\w*soft_?max)|"
-    r"CatArrayBatchedCopy|dropout_kernel",
-    re.IGNORECASE,
-)
-"""Names of torch's own kernels that read and write whole tensors and compute next to nothing; those of other
-libraries (Liger, Apex, Transformer Engine) are fused."""
-_FUSED = re.compile(r"^triton_|flash|fmha|gemm", re.IGNORECASE)
 _MUCH, _MOST = 0.3, 0.5
 """Part of compute from which on products without tensor cores, or memory-bound kernels, are named."""
 _TENSOR_CORES = 7 / 8
 """Part of such products that tensor cores save at most: TF32 is eight times as fast (A100 data sheet)."""
-_SAVED_BY_FUSION = 0.5
+_HALF = 0.5
 _OLD = re.compile(r"^(?:volta|turing)_")
 """Begins names of kernels of devices whose tensor cores take neither bfloat16 nor TF32 (cuBLAS)."""
 
 
 def enter_kernels(book: Book) -> None:
     """Enter the compute of kernels that another setting would make faster."""
-    _in_double(book)
+    _of_kind(book, "float64", "products_in_float64", _HALF)
     if not book.on_device:
         return
     _without_tensor_cores(book)
+    _of_kind(book, "attention_in_float32", "attention_in_float32", _TENSOR_CORES)
+    _of_kind(book, "scores", "attention_scores", _HALF)
+    _of_kind(book, "layout", "layout_conversions", 1)
+    _of_kind(book, "unaligned", "unaligned_products", _HALF)
     _unfused(book)
 
 
-def _spent(book: Book, names: re.Pattern[str], least: float, but: re.Pattern[str] | None = None) -> float:
+def _spent(book: Book, takes: Callable[[str], object], least: float) -> float:
     """Return the part of compute in kernels of some names; 0 below the least that matters."""
     compute = [one for one in book.analysis.kernels if one.kind == "compute"]
     whole = sum(one.total_ns for one in compute)
-    spent = sum(
-        one.total_ns
-        for one in compute
-        if one.name and names.search(one.name) and not (but is not None and but.search(one.name))
-    )
+    spent = sum(one.total_ns for one in compute if one.name and takes(one.name))
     return spent / whole if whole and spent >= least * whole else 0.0
 
 
-def _gain_ns(book: Book, saved: float) -> int:
-    """Return what a part saved of all compute gains.
+def _gain_ns(book: Book, mine: Iterable[Charge], saved: float) -> int:
+    """Return what a part saved of some compute gains.
 
     Where the device idles for the host's launches, shorter kernels only make it idle longer: up to that time,
     by phase, they gain nothing.
@@ -193,7 +186,7 @@ def _gain_ns(book: Book, saved: float) -> int:
     idle, spent = Counter[tuple[int, int, str]](), Counter[tuple[int, int, str]]()
     for cause, one in book.booked:
         idle[one.rank, one.step, one.phase] += one.ns if cause == "host" else 0
-    for one in book.left("compute"):
+    for one in mine:
         spent[one.rank, one.step, one.phase] += one.ns
     return sum(max(0, int(saved * ns) - idle[place]) for place, ns in spent.items())
 
@@ -202,18 +195,24 @@ def _take(book: Book, part: float) -> list[Charge]:
     return book.take("compute", part=(round(part * 1e9), 1_000_000_000)) if part else []
 
 
-def _in_double(book: Book) -> None:
-    mine = book.take("compute", lambda one: one.why == "float64")
-    cost = sum(one.ns for one in mine)
-    if worth_telling(severity_of(book.frac(cost / 2), book.thresholds, book.on_device)):
-        book.enter(mine, "products_in_float64", fqn=worst_layer(mine), gain_ns=cost / 2)
+def _is_worth_it(book: Book, gain_ns: float) -> bool:
+    return worth_telling(severity_of(book.frac(gain_ns), book.thresholds, book.on_device))
+
+
+def _of_kind(book: Book, kind: str, key: str, saved: float) -> None:
+    """Enter compute of one kind if the part of it that another setting saves is worth a person's time."""
+    mine = book.take("compute", lambda one: one.why == kind)
+    cost, gain = sum(one.ns for one in mine), _gain_ns(book, mine, saved)
+    if _is_worth_it(book, gain):
+        most = by_layer(mine)[0]
+        book.enter(mine, key, fqn=most[0] if most[1] >= _MOST * cost else None, gain_ns=gain)
     else:
         book.put_back(mine)
 
 
 def _without_tensor_cores(book: Book) -> None:
-    part = _spent(book, _SINGLE, _MUCH)
-    gain = _gain_ns(book, part * _TENSOR_CORES)
+    part = _spent(book, _SINGLE.search, _MUCH)
+    gain = _gain_ns(book, book.left("compute"), part * _TENSOR_CORES)
     mine = _take(book, part)
     old = any(_OLD.search(one.name or "") for one in book.analysis.kernels)
     key = "float32_without_tensor_cores"
@@ -222,7 +221,25 @@ def _without_tensor_cores(book: Book) -> None:
 
 
 def _unfused(book: Book) -> None:
-    part = _spent(book, _UNFUSED, _MOST, _FUSED)
-    gain = _gain_ns(book, part * _SAVED_BY_FUSION)
-    if worth_telling(severity_of(book.frac(gain), book.thresholds, book.on_device)):
-        book.enter(_take(book, part), "memory_bound_kernels", {"compute_frac": part}, gain_ns=gain)
+    """Enter kernels that only move memory where they take most of compute, with where most of them run."""
+    mine = book.take("compute", lambda one: one.why == "memory")
+    others = (one for _, one in book.booked if one.cause == "compute")
+    whole = sum(one.ns for one in (*mine, *book.left("compute"), *others))
+    part = sum(one.ns for one in mine) / whole if whole else 0.0
+    if not mine:  # of recordings without events there are kernels by name alone
+        part = _spent(book, moves_memory, _MOST)
+        mine = _take(book, part)
+    gain = _gain_ns(book, mine, _HALF)
+    if part < _MOST or not _is_worth_it(book, gain):
+        book.put_back(mine)
+        return
+    outside = [one for one in mine if one.fqn is None and one.phase != "optimizer"]
+    beside = sum(one.ns for one in outside) >= _MOST * sum(one.ns for one in mine)
+    site = book.main_site(outside) if beside else None
+    book.enter(
+        mine,
+        "memory_bound_kernels/loss" if beside else "memory_bound_kernels",
+        {"compute_frac": part, "site": site},
+        gain_ns=gain,
+        seen=f", at {site}" if site else "",
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +17,6 @@ from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.analyzers.ledger.charges import Charge, CollectivePieces, RankCharges
 from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.steps import STEP_LABEL
-from fsdp2prof.analyzers.trace.accounting import PRODUCTS
 from fsdp2prof.analyzers.trace.activities import (
     beginning_in,
     compiling,
@@ -28,10 +26,11 @@ from fsdp2prof.analyzers.trace.activities import (
 )
 from fsdp2prof.analyzers.trace.evaluation import evaluation
 from fsdp2prof.analyzers.trace.idle import host_calls, idle_parts
+from fsdp2prof.analyzers.trace.kernel_kinds import kinds_of_compute
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.analyzers.trace.script import (
     ANOMALY,
-    DOUBLE,
+    FIRST_KIND,
     FORWARDS,
     LOOK_NS,
     ONE_BY_ONE,
@@ -91,20 +90,6 @@ def rank_charges(tables: RankTables, rank: int) -> RankCharges:
         site=_callers(tables, own).take(analysed),
         by_fsdp=own[analysed],
     )
-
-
-_DOUBLE_KERNEL = re.compile(r"(?:^|_)d(?:884|1688)?gemm|gemm_f64f64")
-"""In the name of a matrix product in float64 (cuBLAS, CUTLASS)."""
-
-
-def _in_double(tables: RankTables, event: IntArray) -> BoolArray:
-    """Whether each event, an operator or a kernel, is a matrix product in float64."""
-    shapes, events = tables.trace.shapes, tables.trace.events
-    products = events.name.take(shapes.event).matches(PRODUCTS.__contains__)
-    double = shapes.types.matches(lambda types: types.startswith('["double"'))
-    named = events.name.take(event).matches(lambda name: _DOUBLE_KERNEL.search(name) is not None)
-    found: BoolArray = named | intervals.among(event, shapes.event[products & double])
-    return found
 
 
 def _is_fsdps(tables: RankTables) -> BoolArray:
@@ -230,11 +215,12 @@ class _Charging:
         issued = work.launch_ns[row] if len(tables.device) else (start + end) // 2
         why, site, sites = self._script.at(issued, outside[row], looped=not len(tables.device))
         if kind == "compute":
-            why = np.where((why == 0) & _in_double(tables, work.event)[row], DOUBLE, why)
+            kinds = kinds_of_compute(tables, work)[row]
+            why = np.where((why == 0) & (kinds >= 0), FIRST_KIND + kinds, why)
         columns = (
             window,
             phase.codes[row],
-            np.where((kind != "compute") | (why == DOUBLE), fqn.codes[row], -1),
+            np.where((kind != "compute") | (why >= FIRST_KIND), fqn.codes[row], -1),
             np.where(outside[row] | (kind == "memcpy"), names.codes[row], -1),
             host_copy[row],
             why,

@@ -18,6 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
+from fsdp2prof.analyzers.kernel_names import KINDS
 from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
@@ -30,10 +31,9 @@ LOOK_NS = 5_000_000
 _NEAR_NS = 4 * LOOK_NS
 """Time from the nearest look beyond which it says nothing: a busy machine delays looks."""
 _LOOP, _OUTSIDE = 1, 2
-WHY = (None, "loop", "outside", "outside_loop", "float64")
-"""Why the script's own work took time: a loop of small operators, work outside of training, or products in
-double precision."""
-DOUBLE = WHY.index("float64")
+WHY = (None, "loop", "outside", "outside_loop", *KINDS)
+"""Why work took time: a loop of small operators, work outside of training, or what kind of compute it is."""
+FIRST_KIND = WHY.index(KINDS[0])
 ANOMALY = "anomaly"
 ONE_BY_ONE = "one_by_one"
 FORWARDS = "forwards"

@@ -182,6 +182,8 @@ _SHAPED_NAMES = frozenset(
         "_scaled_mm",
         "_grouped_mm",
         "_scaled_grouped_mm",
+        "_softmax",
+        "_softmax_backward_data",
         "convolution",
         "convolution_backward",
         "embedding",

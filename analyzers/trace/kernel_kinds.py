@@ -1,0 +1,111 @@
+"""Kinds of compute, by kernels' names and the inputs of the operators that launch them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fsdp2prof.analyzers import intervals
+from fsdp2prof.analyzers.kernel_names import KINDS, NAMES, moves_memory
+from fsdp2prof.analyzers.trace.accounting import PRODUCTS, WorkTable
+from fsdp2prof.analyzers.trace.rank_tables import RankTables
+from fsdp2prof.tables import BoolArray, IntArray
+
+_AROUND = {"aten::_softmax": 1, "aten::_softmax_backward_data": 2}
+"""Operators of a softmax -> matrix products on each side of it that belong to the same attention."""
+_LEAST = 64
+"""Tokens on both sides from which on the input of a softmax is taken for attention's scores."""
+
+
+def kinds_of_compute(tables: RankTables, work: WorkTable) -> IntArray:
+    """Return the position in ``KINDS`` of each activity, an operator or a kernel; -1 for all others."""
+    names = tables.trace.events.name.take(work.event)
+    found = np.full(len(work), -1, dtype=np.int64)
+    if len(tables.device):
+        found[names.matches(moves_memory)] = KINDS.index("memory")
+        found[_with_scores(tables, work)] = KINDS.index("scores")
+        for kind, pattern in NAMES.items():
+            found[names.matches(partial(_matches, pattern))] = KINDS.index(kind)
+    found[_in_double(tables, work.event)] = KINDS.index("float64")
+    return found
+
+
+def _matches(pattern: re.Pattern[str], name: str) -> bool:
+    return pattern.search(name) is not None
+
+
+def _in_double(tables: RankTables, event: IntArray) -> BoolArray:
+    """Whether each operator is a matrix product in float64."""
+    shapes, events = tables.trace.shapes, tables.trace.events
+    products = events.name.take(shapes.event).matches(PRODUCTS.__contains__)
+    double = shapes.types.matches(lambda types: types.startswith('["double"'))
+    return intervals.among(event, shapes.event[products & double])
+
+
+def _with_scores(tables: RankTables, work: WorkTable) -> BoolArray:
+    """Whether each activity was launched between the products before and after the softmax of an attention.
+
+    The scores are what the softmax takes: (..., queries, keys). The products make or take them, with the
+    leading dimensions in one; what runs between them scales, masks, casts and drops them.
+    """
+    events, shapes = tables.trace.events, tables.trace.shapes
+    names = events.name.take(shapes.event)
+    softmax = np.flatnonzero(names.matches(_AROUND.__contains__))
+    found = np.zeros(len(work), dtype=np.bool_)
+    scores = {_flat(one) for one in map(_scores, shapes.dims.take(softmax).to_list()) if one is not None}
+    if not scores:
+        return found
+    near = shapes.dims.matches(partial(_touches, scores))
+    near &= names.matches(lambda name: name in _AROUND or name in PRODUCTS)
+    rows = np.flatnonzero(near)
+    for thread in intervals.distinct(events.thread[shapes.event[rows]]):
+        mine = rows[events.thread[shapes.event[rows]] == thread]
+        mine = mine[np.argsort(events.start_ns[shapes.event[mine]], kind="stable")]
+        ends = np.array([*_attentions(names.take(mine).to_list())], dtype=np.int64).reshape(-1, 2)
+        event = shapes.event[mine]
+        spans = intervals.union(events.start_ns[event[ends[:, 0]]], events.end_ns[event[ends[:, 1]]])
+        at = np.flatnonzero(work.thread == thread)
+        found[at] = intervals.containing(spans.start, spans.end, work.launch_ns[at]) >= 0
+    return found
+
+
+def _attentions(names: Sequence[str | None]) -> Iterator[tuple[int, int]]:
+    """Yield the first and last of the operators around each softmax, of those on one thread in order."""
+    for at, name in enumerate(names):
+        products = _AROUND.get(name or "", 0)
+        if products:
+            before = [name in _AROUND for name in names[max(0, at - products) : at]]
+            after = [name in _AROUND for name in names[at + 1 : at + 1 + products]]
+            if not any(before) and not any(after):
+                yield at - len(before), at + len(after)
+
+
+def _scores(dims: str | None) -> list[int] | None:
+    tensors = _tensors(dims or "[]")
+    shape = tensors[0] if tensors else []
+    return shape if len(shape) > 2 and min(shape[-2:]) >= _LEAST else None
+
+
+def _tensors(dims: str) -> list[list[int]]:
+    """Return the shapes among an operator's inputs, as far as they are recorded."""
+    inputs: list[Any] = msgspec.json.decode(dims)
+    return [one for one in inputs if isinstance(one, list) and one and all(isinstance(n, int) for n in one)]
+
+
+def _flat(shape: list[int]) -> tuple[int, int, int]:
+    return prod(shape[:-2]), shape[-2], shape[-1]
+
+
+def _touches(scores: set[tuple[int, int, int]], dims: str) -> bool:
+    """Whether some input has the scores' shape, or its transpose, or the last two make one of it."""
+    shapes = [_flat(one) for one in _tensors(dims) if len(one) > 2]
+    known = scores | {(batch, keys, queries) for batch, queries, keys in scores}
+    if any(one in known for one in shapes):
+        return True
+    return len(shapes) > 1 and (shapes[-2][0], shapes[-2][1], shapes[-1][2]) in known
