@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -20,6 +20,7 @@ from fsdp2prof.estimators.allocator.cuda_kernels import (
     with_recorded_streams,
 )
 from fsdp2prof.estimators.compiler.graphs import CannotCompile
+from fsdp2prof.estimators.config.choices import Allocator
 from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
@@ -168,7 +169,8 @@ def memory_of_rehearsal(
 ) -> MemoryPrediction:
     """Predict the memory of a rank whose script ran itself on tensors without data.
 
-    Of ``policy`` only torch and the allocator matter: everything else is as the script does it. Raises
+    Of ``policy`` only torch and the allocator matter: everything else is as the script does it. Where the
+    policy leaves the allocator open, the script's environment decides it, else torch's default. Raises
     ``ModelError`` for parameters that lie on the host.
     """
     if any(group.offload for group in manifest.param_groups):
@@ -176,6 +178,8 @@ def memory_of_rehearsal(
             "CPUOffloadPolicy in a script that runs itself is not modelled: its host memory looks like the "
             "device's; give the model with --model and --offload"
         )
+    if policy.allocator is None:
+        policy = replace(policy, allocator=_allocator_of(manifest.environment))
     parameters = [one for group in manifest.param_groups for one in group.parameters]
     execution = Execution(
         name=" ".join(manifest.script),
@@ -188,10 +192,16 @@ def memory_of_rehearsal(
     )
     how = [
         f"the script ran itself as rank {manifest.rank} of {manifest.world_size} on tensors without data, "
-        "for two steps: batch, loss, checkpointing and optimizer are its own",
+        "for three steps: batch, loss, checkpointing and optimizer are its own",
         "operators of the CPU took the place of CUDA's: kernels of a GPU alone may hold other buffers",
     ]
     return _predicted(execution, how, mesh, policy, hardware, measured)
+
+
+def _allocator_of(environment: Mapping[str, str]) -> Allocator:
+    """The segments of the CUDA allocator that a process of this environment has."""
+    said = environment.get("PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    return "expandable" if "expandable_segments:true" in said.lower().replace(" ", "") else "classic"
 
 
 def _executed(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tuple[Execution, str, str | None]:

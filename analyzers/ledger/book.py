@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from statistics import median
 from typing import Literal, cast
 
 from fsdp2prof.analyzers.findings import worded
@@ -53,6 +54,7 @@ _REASONS = {
     "unaligned": "products of matrices that 16 bytes do not divide",
     "scores": "attention with its scores as a tensor",
     "memory": "kernels that only move memory",
+    "fsdp": "FSDP's own work on the host",
     "forwards": "forwards of checkpointed modules",
 }
 """``why`` of a charge -> the same in words."""
@@ -120,9 +122,10 @@ class Book:
 
     @cached_property
     def offloads(self) -> bool:
-        """Whether parameters stay on the host: the manifest says so, or layers copy theirs."""
-        copied = any(one.fqn is not None for one in self.left("offload"))
-        return copied or any(group.offload for group in self.groups)
+        """Whether parameters stay on the host: the manifest says so, or without one layers copy theirs."""
+        if self.groups:
+            return any(group.offload for group in self.groups)
+        return any(one.fqn is not None for one in self.left("offload"))
 
     def rows(self, op: str) -> list[GroupRow]:
         """Collectives of layers, of one kind."""
@@ -167,6 +170,13 @@ class Book:
     def is_seen_once(self, charges: Iterable[Charge]) -> bool:
         """Whether one step of several has some charges: they may come every few hundred steps."""
         return len({one.step for one in charges if one.ns}) == 1 < len(self.traced)
+
+    def usual_frac(self, charges: Iterable[Charge]) -> float:
+        """Return the fraction of all steps that some charges took if each took the median of a step's."""
+        steps = Counter({(rank.rank, one.step): 0 for rank in self.analysis.ranks for one in rank.steps})
+        for one in charges:
+            steps[one.rank, one.step] += one.ns
+        return self.frac(median(steps.values()) * self.rank_steps) if steps else 0.0
 
     @staticmethod
     def main_site(charges: Iterable[Charge]) -> str | None:
@@ -306,7 +316,14 @@ class Book:
             more = joined.remedy.gain_ns if joined.remedy is not None else None
             gain = remedy.gain_ns + (joined.ns if more is None else more)
             part = self.frac(gain * self.rank_steps)
-            remedy = replace(remedy, gain_ns=gain, gain_frac=part, reason="everything at this place")
+            same = joined.remedy is not None and joined.remedy.what_if == remedy.what_if
+            remedy = replace(
+                remedy,
+                gain_ns=gain,
+                gain_frac=part,
+                reason="everything at this place",
+                what_if=remedy.what_if if same else None,  # a replay of one part says less
+            )
         self.entries[first] = replace(
             one,
             total_ns=total,

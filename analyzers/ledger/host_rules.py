@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from fsdp2prof.analyzers.layers import in_phase, named_layer, numbered, times
+from fsdp2prof.analyzers.layers import block_of, in_phase, named_layer, numbered, times
 from fsdp2prof.analyzers.ledger.book import Book, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.machine import waits_for_processors
+from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
 from fsdp2prof.analyzers.steps import added_ns
 from fsdp2prof.manifest import OptimizerInfo
 from fsdp2prof.results.finding import EvidenceValue
@@ -36,12 +38,14 @@ def enter_tracing(book: Book) -> None:
     step = book.analysis.unrecorded_step
     mine = book.take("tracing")
     added = int(added_ns(step) * book.rank_steps)
-    for cause in ("host", "sync"):
-        whole = book.left_ns(cause)
-        part = min(whole, added)
-        if part > 0:
-            mine += book.take(cause, part=(part, whole))
-            added -= part
+    if step is not None:
+        longer = _beyond(book, step.median_ns)
+        mine += longer
+        added -= sum(one.ns for one in longer)
+    whole = book.left_ns("sync")
+    part = min(whole, added)
+    if part > 0:
+        mine += book.take("sync", part=(part, whole))
     slower = step is not None and step.traced_median_ns is not None and (step.slowdown or 0) > 1
     much = step is not None and (step.slowdown or 0) >= book.thresholds.slowdown
     book.enter(
@@ -52,6 +56,25 @@ def enter_tracing(book: Book) -> None:
         traced=None if step is None else step.traced_median_ns,
         median=None if step is None else step.median_ns,
     )
+
+
+def _beyond(book: Book, median_ns: float) -> list[Charge]:
+    """Take, step by step, the time the host launches too slowly that an unrecorded step has no room for."""
+    idle = Counter[tuple[int, int]]()
+    for one in book.left("host"):
+        idle[one.rank, one.step] += one.ns
+    taken: list[Charge] = []
+    for rank in book.analysis.ranks:
+        for traced in rank.steps:
+            whole = idle[rank.rank, traced.step]
+            part = min(whole, int(traced.duration_ns - median_ns))
+            if part > 0:
+                taken += book.take("host", partial(_of_step, rank.rank, traced.step), (part, whole))
+    return taken
+
+
+def _of_step(rank: int, step: int, charge: Charge) -> bool:
+    return (charge.rank, charge.step) == (rank, step)
 
 
 def enter_new_iterators(book: Book) -> None:
@@ -315,10 +338,39 @@ def _one_by_one(optimizer: OptimizerInfo, operators: float) -> bool:
     return optimizer.class_name != "LBFGS" and 0 < _OPERATORS_EACH * optimizer.parameters <= operators
 
 
+_FINE_PER_BLOCK = 3
+"""FSDP units in most blocks from which on a host that falls behind has too many of them."""
+
+
+def _units(book: Book) -> None:
+    """Enter FSDP's own work on a host that falls behind, where blocks consist of several units."""
+    manifest = next((one for one in book.manifests if one.param_groups), None)
+    units = {group.fqn for group in manifest.param_groups if group.fqn} if manifest is not None else set()
+    blocks = Counter(map(block_of, units))
+    fine = {block: count for block, count in blocks.items() if count >= _FINE_PER_BLOCK}
+    mine = book.take(
+        "host", lambda one: one.why == "fsdp" and one.fqn is not None and block_of(one.fqn) in fine
+    )
+    cost, count = sum(one.ns for one in mine), sum(fine.values())
+    gain = cost * (count - len(fine)) / max(1, count)
+    if worth_telling(severity_of(book.frac(gain), book.thresholds, book.on_device)):
+        book.enter(
+            mine,
+            "wrapping_too_fine/host",
+            {"units": count, "blocks": len(fine)},
+            gain_ns=gain,
+            each=count / max(1, len(fine)),
+        )
+    else:
+        book.put_back(mine)
+
+
 def _dispatch(book: Book) -> None:
-    mine = book.take("host")
     known = book.analysis.unrecorded_step is not None and book.analysis.unrecorded_step.slowdown is not None
-    enough = book.frac(sum(one.ns for one in mine)) >= book.thresholds.host_bound_frac
+    enough = book.frac(sum(one.ns for one in book.left("host"))) >= book.thresholds.host_bound_frac
+    if enough and book.on_device:
+        _units(book)
+    mine = book.take("host")
     book.enter(
         mine,
         "host_bound" if book.on_device else "host",

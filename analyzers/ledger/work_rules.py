@@ -93,6 +93,7 @@ def _offload(book: Book) -> None:
             "copies_per_step": count / book.rank_steps,
         },
         fqn=worst,
+        calm=book.usual_frac(mine) < book.thresholds.min_cost_frac,
         amount=amount,
         whose=whose,
     )
@@ -152,6 +153,9 @@ _MUCH, _MOST = 0.3, 0.5
 _TENSOR_CORES = 7 / 8
 """Part of such products that tensor cores save at most: TF32 is eight times as fast (A100 data sheet)."""
 _HALF = 0.5
+_SAVED_BY_FLASH = 2 / 3
+"""Part of attention's time that a fused kernel saves at least: it is 3 to 10 times as fast (FlashAttention-2,
+section 4.1)."""
 _OLD = re.compile(r"^(?:volta|turing)_")
 """Begins names of kernels of devices whose tensor cores take neither bfloat16 nor TF32 (cuBLAS)."""
 
@@ -163,7 +167,7 @@ def enter_kernels(book: Book) -> None:
         return
     _without_tensor_cores(book)
     _of_kind(book, "attention_in_float32", "attention_in_float32", _TENSOR_CORES)
-    _of_kind(book, "scores", "attention_scores", _HALF)
+    _of_kind(book, "scores", "attention_scores", _SAVED_BY_FLASH)
     _of_kind(book, "layout", "layout_conversions", 1)
     _of_kind(book, "unaligned", "unaligned_products", _HALF)
     _unfused(book)

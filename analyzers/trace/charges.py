@@ -33,6 +33,7 @@ from fsdp2prof.analyzers.trace.script import (
     FIRST_KIND,
     FORWARDS,
     LOOK_NS,
+    OF_FSDP,
     ONE_BY_ONE,
     REBUILT,
     WHY,
@@ -295,12 +296,16 @@ class _Charging:
             named[list(sites)] = [names.index(name) for name in sites.values()]
             piece, start, end = _cut_at_phases(self._tables, start, end)
             window, long, site = window[piece], long[piece], named[piece]
-            fqn, phase = _host_place(self._tables, start)
+            row = _host_rows(self._tables, start)
+            phases = self._tables.phases
+            fqn, phase = phases.fqn.lookup(row), phases.phase.lookup(row)
             why = np.zeros(len(start), dtype=np.int64)
             if cause == "host_bound":
                 why, line, lines = self._script.at((start + end) // 2, is_outside(phase), looped=True)
                 site = np.where((site < 0) & (line >= 0), len(names) + line, site)
                 names = (*names, *lines)
+                of_fsdp = phases.activity.lookup(row).matches(lambda name: name != "compute")
+                why = np.where((why == 0) & of_fsdp, OF_FSDP, why)
             evaluating = intervals.covered(self._evaluating, start, end)
             first, group = _groups(window, fqn.codes, phase.codes, site, long, why)
             sums = [np.zeros(len(first), dtype=np.int64) for _ in range(2)]
@@ -482,14 +487,14 @@ def _groups(*columns: npt.NDArray[Any]) -> tuple[IntArray, IntArray]:
     return first, group.reshape(-1)
 
 
-def _host_place(tables: RankTables, time: IntArray) -> tuple[Strings, Strings]:
-    """Return layer and phase that the host was in: on the thread that trains, else on any other."""
+def _host_rows(tables: RankTables, time: IntArray) -> IntArray:
+    """Return the phase that the host was in, -1 for none: on the thread that trains, else on any other."""
     phases = tables.phases
     row = np.full(len(time), -1, dtype=np.int64)
     for thread in _training_first(tables):
         missing = np.flatnonzero(row < 0)
         row[missing] = find_rows(phases, np.full(len(missing), thread, dtype=np.int64), time[missing])
-    return phases.fqn.lookup(row), phases.phase.lookup(row)
+    return row
 
 
 def _training_first(tables: RankTables) -> Iterator[int]:

@@ -76,7 +76,7 @@ def memory(
     """Estimate peak reserved and active memory of a rank by executing the model on fake tensors.
 
     Instead of a model, `-- torchrun train.py ...` runs the training itself as rank 0 of --world-size, on
-    tensors without data, until its second step; so does --from-run without --model, by the recorded command.
+    tensors without data, until its third step; so does --from-run without --model, by the recorded command.
     """
     known = measured_of(measured, of_memory=True)
     with output.progress("executing the model on fake tensors"):

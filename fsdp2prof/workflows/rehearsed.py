@@ -34,7 +34,7 @@ class RehearsedRank:
 
 
 def rehearsed(command: Sequence[str], world_size: int | None) -> RehearsedRank:
-    """Run a command as rank 0 of ``world_size`` ranks until its second step is recorded, then end it.
+    """Run a command as rank 0 of ``world_size`` ranks until its third step is recorded, then end it.
 
     Without ``world_size`` it is torchrun's ranks per node. Raises ``UsageError`` where no rank count is known
     and ``InputError`` for a command that ends before.
@@ -51,7 +51,7 @@ def rehearsed(command: Sequence[str], world_size: int | None) -> RehearsedRank:
         if not _is_recorded(run):
             said = (Path(folder) / "stderr").read_text(errors="replace").strip().splitlines()[-_LINES:]
             raise InputError(
-                f"the command ended with exit code {code} before its second step was recorded"
+                f"the command ended with exit code {code} before its third step was recorded"
                 + (f": {' / '.join(said)}" if said else "; `fsdp2prof rehearse --meta` shows its output")
             )
         record = open_run(run).ranks[0]
@@ -62,7 +62,7 @@ def rehearsed(command: Sequence[str], world_size: int | None) -> RehearsedRank:
 
 @contextmanager
 def _started(command: Sequence[str], world_size: int, run: Path) -> Iterator[subprocess.Popen[bytes]]:
-    options = ["--meta", "--world-size", str(world_size), "--wait", "1", "--warmup", "0", "--active", "0"]
+    options = ["--meta", "--world-size", str(world_size), "--wait", "0", "--warmup", "0", "--active", "0"]
     own = [
         sys.executable,
         "-m",
@@ -70,7 +70,7 @@ def _started(command: Sequence[str], world_size: int, run: Path) -> Iterator[sub
         "rehearse",
         *options,
         "--memory-steps",
-        "1",
+        "3",
         "-q",
         "-o",
         str(run),

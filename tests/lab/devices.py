@@ -18,6 +18,9 @@ __all__ = ["DEVICES"]
 
 NORM = "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>"
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>>"
+FLOAT_ATTENTION = "fmha_cutlassF_f32_aligned_64x128_rf_sm80(AttentionKernel::Params)"
+LAYOUT = "void cudnn::ops::nchwToNhwcKernel<__nv_bfloat16, float>(int)"
+ODD = "void cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_128x128_tn_align1>(Params)"
 SGEMM = "ampere_sgemm_128x64_tn"
 SOFTMAX = "void (anonymous namespace)::cunn_SoftMaxForward<8, float, float, float>"
 MIXED = (GEMM, NORM, GEMM, ADD, GEMM, GEMM, SOFTMAX)
@@ -336,6 +339,30 @@ DEVICES: list[Case] = [
         "bfloat16|matmul_precision",
         schedule(_kernels((SGEMM,))),
         schedule(_kernels((*[GEMM] * 11, SGEMM))),
+    ),
+    *_fault(
+        "fp32-attention",
+        "rotary tables make queries and keys float32",
+        "attention_in_float32",
+        "bfloat16",
+        schedule(_kernels((GEMM, FLOAT_ATTENTION))),
+        schedule(_kernels((*[GEMM] * 39, FLOAT_ATTENTION))),
+    ),
+    *_fault(
+        "channels-first",
+        "convolutions on channels first",
+        "layout_conversions",
+        "channels_last",
+        schedule(_kernels((GEMM, GEMM, LAYOUT))),
+        schedule(blocks(kernels=40, kernel_names=(*[GEMM] * 39, LAYOUT))),
+    ),
+    *_fault(
+        "odd-vocabulary",
+        "a vocabulary that 8 does not divide",
+        "unaligned_products",
+        "multiple of 8",
+        schedule(_kernels((GEMM, ODD))),
+        schedule(blocks(kernels=40, kernel_names=(*[GEMM] * 39, ODD))),
     ),
     *_fault(
         "fp32-reduce",

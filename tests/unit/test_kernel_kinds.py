@@ -1,0 +1,151 @@
+"""Compute that another setting would make faster is told by kernels' names and operators' inputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2prof.analyzers.kernel_names import KINDS, NAMES, moves_memory
+from fsdp2prof.workflows.analyze import analyze_trace
+from fsdp2prof.workflows.job.job_files import open_job
+
+US = 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (
+            "fmha_cutlassB_f32_aligned_128x64_k128_sm80(AttentionBackwardKernel::Params)",
+            "attention_in_float32",
+        ),
+        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80(AttentionKernel::Params)", None),
+        ("void cudnn::ops::nchwToNhwcKernel<__nv_bfloat16, float>(int)", "layout"),
+        ("void cudnn::ops::nhwcToNchwKernel<__nv_bfloat16, float>(int)", "layout"),
+        ("void cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_128x128_tn_align1>(P)", "unaligned"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_f16_s16816gemm_f16_64x64_nt_align2>(P)", "unaligned"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_64x64_nt_align8>(P)", None),
+        ("cutlass_80_simt_sgemm_128x128_8x5_nn_align1", None),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_d884gemm_32x32_16x5_tn_align1>(P)", "float64"),
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", None),
+    ],
+)
+def test_kernels_are_told_by_their_names(name: str, kind: str | None) -> None:
+    assert [one for one, pattern in NAMES.items() if pattern.search(name)] == ([] if kind is None else [kind])
+    assert not moves_memory(name)
+
+
+class Timeline:
+    """A trace of one thread and one stream: operators that each launch a kernel, in labels of FSDP2."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.now, self.device, self.correlation = 1000.0, 1000.0, 1
+
+    def label(self, name: str) -> None:
+        self._host(name, "user_annotation", 2.0)
+
+    def operator(self, name: str, dims: list[list[int]], kernel: str, took: float) -> None:
+        self._host(name, "cpu_op", 10.0, {"Input Dims": dims, "Input type": ["c10::BFloat16"] * len(dims)})
+        launched = self.now - 5.0
+        self.events.append(
+            self._event("cudaLaunchKernel", "cuda_runtime", launched, 2.0, {"correlation": self.correlation})
+        )
+        start = max(self.device, launched + 3.0)
+        self.events.append(
+            self._event(kernel, "kernel", start, took, {"correlation": self.correlation, "stream": 7}, tid=7)
+        )
+        self.device = start + took
+        self.correlation += 1
+
+    def _host(self, name: str, category: str, took: float, args: dict[str, Any] | None = None) -> None:
+        self.events.append(self._event(name, category, self.now, took, args or {}))
+        self.now += took + 1.0
+
+    def _event(
+        self, name: str, category: str, at: float, took: float, args: dict[str, Any], tid: int = 1
+    ) -> dict[str, Any]:
+        of_device = {"device": 0} if category == "kernel" else {}
+        return {
+            "ph": "X", "name": name, "cat": category, "ts": at, "dur": took, "pid": 0 if tid == 7 else 5,
+            "tid": tid, "args": {**args, **of_device},
+        }  # fmt: skip
+
+    def write(self, path: Path) -> Path:
+        path.write_text(
+            json.dumps(
+                {
+                    "schemaVersion": 1,
+                    "deviceProperties": [
+                        {"id": 0, "name": "NVIDIA H100 80GB HBM3", "totalGlobalMem": 85 << 30}
+                    ],
+                    "distributedInfo": {"backend": "nccl", "rank": 0, "world_size": 1},
+                    "traceEvents": self.events,
+                }
+            )
+        )
+        return path
+
+
+BATCH, HEADS, TOKENS, WIDTH = 4, 16, 512, 64
+PRODUCT, ELEMENTWISE = (
+    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT",
+    "void at::native::elementwise_kernel<4>()",
+)
+
+
+def attention_of(timeline: Timeline, *, tokens: int, product: str = "aten::bmm") -> None:
+    """Forward and backward of one attention: scores, scale, softmax, values, and a projection after it."""
+    rows, keys, scores = (
+        [BATCH * HEADS, tokens, WIDTH],
+        [BATCH * HEADS, WIDTH, tokens],
+        [BATCH * HEADS, tokens, tokens],
+    )
+    pairs = [BATCH, HEADS, tokens, tokens]
+    timeline.operator(product, [rows, keys], PRODUCT, 50.0)
+    timeline.operator("aten::mul", [pairs], ELEMENTWISE, 100.0)
+    timeline.operator("aten::_softmax", [pairs], "void softmax_warp_forward<float>()", 100.0)
+    timeline.operator(product, [scores, rows], PRODUCT, 50.0)
+    timeline.operator("aten::mm", [[BATCH * tokens, 1024], [1024, 1024]], PRODUCT, 30.0)
+    timeline.operator(product, [scores, rows], PRODUCT, 50.0)
+    timeline.operator(product, [rows, keys], PRODUCT, 50.0)
+    timeline.operator("aten::_softmax_backward_data", [pairs], "void cunn_SoftMaxBackward<float>()", 100.0)
+    timeline.operator("aten::mul", [pairs], ELEMENTWISE, 100.0)
+    timeline.operator(product, [scores, rows], PRODUCT, 50.0)
+    timeline.operator(product, [scores, rows], PRODUCT, 50.0)
+    timeline.operator("aten::mm", [[BATCH * tokens, 1024], [1024, 1024]], PRODUCT, 30.0)
+
+
+def spent_on_scores(timeline: Timeline, tmp_path: Path) -> tuple[float, float]:
+    """Milliseconds of attention without a fused kernel in the ledger, and what its remedy gains."""
+    found = analyze_trace(open_job(timeline.write(tmp_path / "trace.json")), workers=1)
+    assert found.ledger is not None
+    entry = next((one for one in found.ledger.entries if one.id == "attention_scores"), None)
+    if entry is None or entry.remedy is None or entry.remedy.gain_ns is None:
+        return 0.0, 0.0
+    return entry.ns / 1e6, entry.remedy.gain_ns / 1e6
+
+
+def test_attention_without_a_fused_kernel_is_what_lies_between_its_products(tmp_path: Path) -> None:
+    timeline = Timeline()
+    for _ in range(6):
+        attention_of(timeline, tokens=TOKENS)
+    spent, gain = spent_on_scores(timeline, tmp_path)
+    assert spent == pytest.approx(6 * 0.7, rel=1e-3)
+    assert gain == pytest.approx(spent * 2 / 3, rel=0.05)
+
+
+def test_a_softmax_over_few_keys_is_no_attention(tmp_path: Path) -> None:
+    timeline = Timeline()
+    for _ in range(6):
+        attention_of(timeline, tokens=32)
+    assert spent_on_scores(timeline, tmp_path) == (0.0, 0.0)
+
+
+def test_every_kind_has_a_word() -> None:
+    from fsdp2prof.analyzers.ledger.book import _REASONS
+
+    assert set(KINDS) <= set(_REASONS)
