@@ -220,7 +220,7 @@ def sensitivities(anchor: Anchor, cluster: Cluster) -> tuple[int, list[float]]:
 
 
 def _step_ns(program: Program, mesh: MeshSpec, policy: PolicySpec, cluster: Cluster) -> int:
-    program, costs = _costed(program, mesh, cluster.with_attention(policy.attention), None)
+    program, costs = _costed(program, mesh, cluster.with_attention_of(policy), None)
     whole, timeline = repeated(program, simulate(program, costs))
     busy, begun = timeline.end_ns >= 0, timeline.start_ns >= 0
     if not busy.any():
@@ -263,7 +263,7 @@ def simulate_program(
     calibration: Calibration | None = None,
 ) -> StepPrediction:
     """Run a captured step on a cluster, by the costs of a recorded run where there is one."""
-    program, costs = _costed(program, mesh, cluster.with_attention(policy.attention), calibration)
+    program, costs = _costed(program, mesh, cluster.with_attention_of(policy), calibration)
     whole, timeline, trace, analysis = _simulated(program, model, mesh, costs)
     bubble = bubble_ns_of(whole, timeline, mesh, policy)
     step = _step_of(analysis, whole, timeline)
@@ -322,7 +322,7 @@ def _figures(
 ) -> StepFigures:
     policy = replace(whole, grad_accum=micro_batches)
     program = program_of(model, mesh, policy)
-    program, costs = _costed(program, mesh, cluster.with_attention(policy.attention), None)
+    program, costs = _costed(program, mesh, cluster.with_attention_of(policy), None)
     program, timeline, _, analysis = _simulated(program, model, mesh, costs)
     step = _step_of(analysis, program, timeline)
     parts = step.breakdown_ns

@@ -47,6 +47,10 @@ class TorchRules:
     Source: ``min_cut_rematerialization_partition`` of 2.7.0 and 2.8.0."""
     clipping_reduces_every_norm: bool
     """From 2.10 on ``clip_grad_norm_`` all-reduces the norms of all parameters; before, their total."""
+    prefers_cudnn_attention: bool
+    """From 2.11 on ``scaled_dot_product_attention`` chooses cuDNN first on compute capability 9.0 and 10.0.
+    Source: ``check_prefer_cudnn_attention`` of sdp_utils.cpp, which asks for a cuDNN above 9.15; the wheels
+    have one from 2.11 on (transformers #48163). Seen on an H100 with torch 2.11.0."""
 
 
 def torch_rules(version: str | None = None) -> TorchRules:
@@ -74,6 +78,7 @@ def _rules(version: tuple[int, int]) -> TorchRules:
         rms_norm_is_fused=version >= (2, 9),
         partitioner_knows_parameters=version >= (2, 8),
         clipping_reduces_every_norm=version >= (2, 10),
+        prefers_cudnn_attention=version >= (2, 11),
     )
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
+import msgspec
+
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
+from fsdp2prof.estimators.config.policy import PolicySpec
 
 _DIMENSIONS = ("tp", "fsdp", "dp_replicate", "pp")
 """From the innermost, whose ranks are neighbours, outwards; fsdp is dp_shard x cp."""
@@ -55,9 +58,15 @@ class Cluster:
         if self.gpus_per_node < 1 or (self.nics_per_node is not None and self.nics_per_node < 1):
             raise ModelError("gpus_per_node and nics_per_node must be at least 1")
 
-    def with_attention(self, kernel: str) -> Cluster:
-        """Return the same cluster with one kernel's attention."""
-        return replace(self, hardware=self.hardware.with_attention(kernel))
+    def with_attention_of(self, policy: PolicySpec) -> Cluster:
+        """Return the same cluster with the attention kernel that a policy runs on it."""
+        stated = self.hardware.attention_tflops
+        kernel = policy.attention_on(stated if isinstance(stated, dict) else ())
+        hardware = self.hardware.with_attention(kernel)
+        if kernel != policy.attention:
+            why = f"; attention: {kernel}, which torch {policy.rules.version} chooses on this part"
+            hardware = msgspec.structs.replace(hardware, source=hardware.source + why)
+        return replace(self, hardware=hardware)
 
     def check_copy_engines(self, mesh: MeshSpec) -> None:
         """Raise ``ModelError`` where copy engines cannot gather this mesh's parameters."""

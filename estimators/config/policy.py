@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -498,6 +498,18 @@ class PolicySpec:
     def leaves_attention_open(self) -> bool:
         """Whether another attention than the default may run: neither it nor torch's version is stated."""
         return self.torch is None and self.attention == "flash" and not self.attention_is_stated
+
+    def attention_on(self, kernels: Collection[str]) -> str:
+        """The attention that runs on a part whose rates of some ``kernels`` are known.
+
+        Those of cuDNN are stated for the parts on which torch may choose it by itself.
+        """
+        chooses = self.torch is not None and self.rules.prefers_cudnn_attention and "cudnn" in kernels
+        return (
+            "cudnn"
+            if chooses and self.attention == "flash" and not self.attention_is_stated
+            else self.attention
+        )
 
     @property
     def recomputes_attention(self) -> bool:

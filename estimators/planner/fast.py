@@ -122,7 +122,7 @@ class FastModel:
         self._profiles = profiles
         self._blocks = len(model.blocks)
         self._width = 0 if model.config is None else model.config.dim
-        cluster = request.cluster.with_attention(request.policy.attention)
+        cluster = request.cluster.with_attention_of(request.policy)
         measured = cluster.hardware.overlap_slowdown_frac
         self._hidden_cost = 1 - 1 / (1 + (CONTENTION_FRACS[1] if measured is None else measured))
         """Time that compute loses while a collective of unit length is in flight."""

@@ -496,7 +496,7 @@ def _calibrated(spec: EstimateSpec, run: Path, cluster: Cluster | None) -> tuple
     tables = [one.tables for one in ranks]
     model, mesh, policy = recorded_configuration(tables[0], spec.model, spec.policy)
     program = program_of(model, mesh, policy)
-    recorded_on = cluster.with_attention(policy.attention)
+    recorded_on = cluster.with_attention_of(policy)
     return calibration_of(tables, job, program, recorded_on, str(run)), cluster
 
 

@@ -493,18 +493,23 @@ def steps_of(builder: Training, count: int, leak: int) -> Training:
 
 
 def test_leak_is_what_every_step_leaves_behind(tmp_path: Path):
-    analysis = analyze_memory([(0, steps_of(Training(), 4, 100).read(tmp_path), None)])
+    analysis = analyze_memory([(0, steps_of(Training(), 4, 100_000).read(tmp_path), None)])
     (leak,) = [finding for finding in analysis.findings if finding.id == "leak"]
-    assert leak.evidence["bytes_per_step"] == 100
+    assert leak.evidence["bytes_per_step"] == 100_000
     assert leak.evidence["steps"] == 3
     assert leak.fqn == "a"
     assert "leak" not in finding_ids(analyze_memory([(0, steps_of(Training(), 4, 0).read(tmp_path), None)]))
-    assert "leak" not in finding_ids(analyze_memory([(0, steps_of(Training(), 2, 100).read(tmp_path), None)]))
+    assert "leak" not in finding_ids(analyze_memory([(0, steps_of(Training(), 4, 512).read(tmp_path), None)]))
+    assert "leak" not in finding_ids(
+        analyze_memory([(0, steps_of(Training(), 2, 100_000).read(tmp_path), None)])
+    )
 
 
-@pytest.mark.parametrize(("first", "early", "expected"), [(8, 600, True), (8, 100, False), (2, 600, False)])
+@pytest.mark.parametrize(
+    ("first", "early", "expected"), [(8, 600_000, True), (8, 100_000, False), (2, 600_000, False)]
+)
 def test_two_steps_show_a_leak_if_those_before_left_as_much(first: int, early: int, expected: bool) -> None:
-    """Steps 8 and 9 leave 100 bytes each, and 600 of unknown role are older."""
+    """Steps 8 and 9 leave 100 kB each, and 600 kB of unknown role are older."""
     none, where = Strings.full(3, None), Strings.intern(["unattributed", "activation", "activation"])
     columns: dict[str, Any] = {
         one.name: none if one.type == "Strings" else np.zeros(3, dtype=np.int64)
@@ -513,7 +518,7 @@ def test_two_steps_show_a_leak_if_those_before_left_as_much(first: int, early: i
     rows = AllocationTable(**columns | {"category": where})
     rows = replace(
         rows,
-        size=np.array([early, 100, 100]),
+        size=np.array([early, 100_000, 100_000]),
         alloc_order=np.array([-1, 5, 15]),
         free_order=np.full(3, NEVER),
         step=np.array([-1, first, first + 1]),

@@ -263,3 +263,22 @@ def test_flash_attention_3_is_refused_in_one_line_where_its_rate_is_not_stated(
 
 def test_a_gb300_has_the_multiprocessors_that_its_driver_reports() -> None:
     assert HardwareSpec.parse("gb300").units == 152
+
+
+@pytest.mark.parametrize(
+    ("options", "hardware", "kernel"),
+    [
+        ({"torch": "2.11"}, "h100-sxm", "cudnn"),
+        ({"torch": "2.10"}, "h100-sxm", "flash"),
+        ({}, "h100-sxm", "flash"),
+        ({"torch": "2.11", "attention": "flash"}, "h100-sxm", "flash"),
+        ({"torch": "2.11"}, "a100-80gb", "flash"),
+        ({"torch": "2.11", "attention": "math"}, "h100-sxm", "math"),
+    ],
+)
+def test_torch_chooses_cudnns_attention_from_2_11_on(
+    options: dict[str, Any], hardware: str, kernel: str
+) -> None:
+    stated = HardwareSpec.parse(hardware).attention_tflops
+    policy = PolicySpec.from_mapping(options)
+    assert policy.attention_on(stated if isinstance(stated, dict) else ()) == kernel
