@@ -42,7 +42,13 @@ from fsdp2prof.estimators.verdict.memory_fit import (
     verdict,
 )
 from fsdp2prof.estimators.verdict.memory_notes import assumptions, outside_allocator_bytes
-from fsdp2prof.estimators.verdict.memory_range import MeasuredPeaks, as_measured, unknowns, widest_first
+from fsdp2prof.estimators.verdict.memory_range import (
+    MeasuredPeaks,
+    as_measured,
+    memory_class,
+    unknowns,
+    widest_first,
+)
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
 from fsdp2prof.results.estimate import EstimatedModel, MemoryEstimate, PredictedPeak, PredictedStep, Unknown
 from fsdp2prof.results.peak import Remedy
@@ -123,8 +129,12 @@ def _predicted(
     *,
     guessed: tuple[str, ...] = (),
     padding: Remedy | None = None,
+    margin: str | None = None,
 ) -> MemoryPrediction:
-    """Replay an execution on a device. ``guessed`` are compiled blocks of which only a bound is known."""
+    """Replay an execution on a device. ``guessed`` are compiled blocks of which only a bound is known.
+
+    ``margin`` names the prediction's in ``ranges.yaml``, if not that of published runs.
+    """
     as_cuda = as_on_cuda(execution.recording, execution.host, of_plain_tensors=mesh.tp == 1)
     on_device = as_in_torch(as_cuda, policy.rules)
     if guessed:
@@ -150,7 +160,8 @@ def _predicted(
     )
     reserved = int(recording.segments.size.sum())
     room = None if hardware is None else hardware.memory_bytes - outside_allocator_bytes(mesh, policy).low
-    unknown = widest_first(unknowns(on_device, released, reserved, guessed, mesh, policy, room))
+    margin = margin or memory_class(mesh, policy)
+    unknown = widest_first(unknowns(on_device, released, reserved, guessed, mesh, policy, room, margin))
     if measured is not None:
         in_use = int(allocated_totals(recording.allocations, recording.events).max())
         unknown = [as_measured(reserved, in_use, measured)]
@@ -195,7 +206,7 @@ def memory_of_rehearsal(
         "for three steps: batch, loss, checkpointing and optimizer are its own",
         "operators of the CPU took the place of CUDA's: kernels of a GPU alone may hold other buffers",
     ]
-    return _predicted(execution, how, mesh, policy, hardware, measured)
+    return _predicted(execution, how, mesh, policy, hardware, measured, margin="memory_of_scripts")
 
 
 def _allocator_of(environment: Mapping[str, str]) -> Allocator:

@@ -15,7 +15,7 @@ class RangeEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     value: float
     source: str
     fast: float | None = None
-    """Of speed, the margin of faster steps; ``value`` is that of slower ones."""
+    """The margin of faster steps or lower peaks, where it differs from that of slower or higher ones."""
 
 
 @lru_cache(maxsize=1)

@@ -40,12 +40,13 @@ def unknowns(
     mesh: MeshSpec,
     policy: PolicySpec,
     room: int | None,
+    margin: str,
 ) -> Iterator[Unknown]:
     """Yield the unknowns that may move the reserved peak from ``reserved`` bytes.
 
     ``released`` is the recording without the memory that ``record_stream`` holds, where ``recording`` has it.
     ``guessed`` are the compiled blocks of which it is not known what they save. ``room`` is what a device
-    leaves to the allocator, in bytes.
+    leaves to the allocator, in bytes, ``margin`` the name of the prediction's margin in ``ranges.yaml``.
     """
     if room is not None and reserved > room:
         try:
@@ -77,7 +78,7 @@ def unknowns(
             why="unknown tensors that the compiler saves for backward: at most as in eager mode, at least "
             "the results of matrix products and attention",
         )
-    yield _prediction(reserved, mesh, policy)
+    yield _prediction(reserved, margin)
     if released is not None:
         least = _reserved(released, policy) - reserved
         told = "say record_streams=false if it is set; " if policy.record_streams is None else ""
@@ -133,14 +134,17 @@ def memory_class(mesh: MeshSpec, policy: PolicySpec) -> str:
     return "memory_with_software_stated" if stated else "memory_with_software_open"
 
 
-def _prediction(reserved: int, mesh: MeshSpec, policy: PolicySpec) -> Unknown:
-    """The spread of published runs around their predictions."""
-    kind = memory_class(mesh, policy)
-    end = range_end(kind)
-    size = round(reserved * end.value)
-    more = "; stating torch and the allocator narrows it" if kind == "memory_with_software_open" else ""
+def _prediction(reserved: int, margin: str) -> Unknown:
+    """The spread of measured runs around their predictions."""
+    end = range_end(margin)
+    least = end.value if end.fast is None else end.fast
+    more = "; stating torch and the allocator narrows it" if margin == "memory_with_software_open" else ""
+    within = f"{end.value:.0%}" if least == end.value else f"-{least:.0%} and +{end.value:.0%}"
     return Unknown(
-        name=PREDICTION, low_bytes=-size, high_bytes=size, why=f"within {end.value:.0%}: {end.source}{more}"
+        name=PREDICTION,
+        low_bytes=-round(reserved * least),
+        high_bytes=round(reserved * end.value),
+        why=f"within {within}: {end.source}{more}",
     )
 
 
