@@ -33,6 +33,8 @@ class Work:
     keys and values, head dimension of values)."""
     backward: bool = False
     """Whether this is the backward of attention."""
+    unaligned: bool = False
+    """Whether rows of a matrix begin at addresses that 16 does not divide."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,7 +188,13 @@ def _matmul(name: str, args: tuple[Any, ...], inputs: list[Tensor], outputs: lis
         sum(map(_bytes, [*inputs, *outputs])),
         2 * batch * m * n * k,
         (batch, m, n, k),
+        unaligned=any(map(_is_unaligned, [left, right, *outputs])),
     )
+
+
+def _is_unaligned(matrix: Tensor) -> bool:
+    """Whether rows (of a transposed one: columns) begin at addresses that 16 bytes do not divide."""
+    return max(matrix.stride()[-2:]) * matrix.element_size() % 16 != 0
 
 
 def _grouped(args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> Work:

@@ -52,6 +52,20 @@ def test_peaks_of_a_gpu_are_met_to_the_byte(row: dict[str, Any]) -> None:
     assert peak.active_bytes == pytest.approx(row["measured_bytes"]["allocated"], rel=1e-3)
 
 
+OTHER = json.loads((Path(__file__).parents[1] / "data" / "gpu" / "steps.json").read_text())["rows"]
+QUICK = ["mixtral-8x7b", "qwen3-30b-a3b", "llama3.2-1b"]
+
+
+@pytest.mark.skipif(not MEASURED_ON_A_GPU, reason="measured with torch 2.11")
+@pytest.mark.parametrize("row", [row for row in OTHER if row["model"] in QUICK], ids=lambda row: row["model"])
+def test_peaks_of_models_that_no_constant_was_taken_from_are_met(row: dict[str, Any]) -> None:
+    spec = ModelSpec(source=row["model"], layers=row["layers"])
+    mesh, policy = MeshSpec(dp_shard=row["world_size"]), PolicySpec.from_mapping(row["policy"])
+    peak = estimate_memory(spec, mesh, policy).peak
+    assert peak.reserved_bytes == pytest.approx(row["measured"]["reserved_bytes"], rel=5e-3)
+    assert peak.active_bytes == pytest.approx(row["measured"]["allocated_bytes"], rel=1e-3)
+
+
 @pytest.fixture(scope="module")
 def estimate() -> MemoryEstimate:
     return estimate_memory(SPEC, MESH, POLICY, hardware=HardwareSpec.parse("256MiB"))
