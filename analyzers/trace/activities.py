@@ -31,11 +31,11 @@ def on_the_device(tables: RankTables, host: Intervals) -> Intervals:
 
 
 def recomputed(tables: RankTables) -> Intervals:
-    """When activation checkpointing ran a forward again, as the recorder or the labels of modules say."""
+    """When the host ran a forward again for activation checkpointing, as recorder or modules' labels say."""
     labels = tables.trace.labels
     own = labels.name.equals(RECOMPUTED)
     if own.any():
-        return on_the_device(tables, intervals.union(labels.start_ns[own], labels.end_ns[own]))
+        return intervals.union(labels.start_ns[own], labels.end_ns[own])
     parsed = [parse_label(name) for name in labels.name.values]
     kinds = [None if label is None else label.kind for label in parsed]
     before = np.array([kind == "pre_forward" for kind in kinds] + [False])[labels.name.codes]
@@ -48,7 +48,7 @@ def recomputed(tables: RankTables) -> Intervals:
     found = [*(span for span in spans if span is not None), *_forwards_in_nodes(tables)]
     start = np.array([one[0] for one in found], dtype=np.int64)
     end = np.array([one[1] for one in found], dtype=np.int64)
-    return on_the_device(tables, intervals.union(start, end))
+    return intervals.union(start, end)
 
 
 def _forwards_in_nodes(tables: RankTables) -> list[tuple[int, int]]:

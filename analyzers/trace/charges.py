@@ -127,7 +127,8 @@ class _Charging:
         self._sums: dict[Charge, list[int]] = defaultdict(lambda: [0, 0, 0])
         evaluated = evaluation(tables)
         self._evaluating = on_the_device(tables, evaluated.host)
-        self._recomputing = recomputed(tables)
+        self._rerunning = recomputed(tables)
+        self._recomputing = on_the_device(tables, self._rerunning)
         self._script = Script(tables)
         for step, checks in self._script.gradient_checks():
             self._add(step, "compute", 0, phase="backward", why=ANOMALY, count=checks)
@@ -307,11 +308,16 @@ class _Charging:
                 of_fsdp = phases.activity.lookup(row).matches(lambda name: name != "compute")
                 why = np.where((why == 0) & of_fsdp, OF_FSDP, why)
             evaluating = intervals.covered(self._evaluating, start, end)
+            again = evaluating * 0
+            if cause == "host_bound":
+                again = np.minimum(intervals.covered(self._rerunning, start, end), end - start - evaluating)
             first, group = _groups(window, fqn.codes, phase.codes, site, long, why)
-            sums = [np.zeros(len(first), dtype=np.int64) for _ in range(2)]
-            for total, values in zip(sums, (end - start - evaluating, evaluating), strict=True):
+            sums = [np.zeros(len(first), dtype=np.int64) for _ in range(3)]
+            for total, values in zip(
+                sums, (end - start - evaluating - again, evaluating, again), strict=True
+            ):
                 np.add.at(total, group, values)
-            own, evaluated, count = sums[0].tolist(), sums[1].tolist(), np.bincount(group).tolist()
+            own, evaluated, rerun, count = (*(one.tolist() for one in sums), np.bincount(group).tolist())
             for one in np.argsort(first).tolist():
                 at = int(first[one])
                 step = int(self._tables.windows.step[window[at]])
@@ -324,6 +330,7 @@ class _Charging:
                     step, name, own[one], fqn=layer, phase=when, site=where, why=reason, count=count[one]
                 )
                 self._add(step, "evaluation", evaluated[one], fqn=layer, phase=when)
+                self._add(step, "recompute", rerun[one], phase=when)
         return parts.get("communication", intervals.EMPTY)
 
     @cached_property
