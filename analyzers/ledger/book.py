@@ -419,6 +419,12 @@ def by_layer(charges: Iterable[Charge]) -> list[tuple[str | None, int]]:
     return sorted(sums.items(), key=lambda item: -item[1])
 
 
+def main_layer(charges: Sequence[Charge]) -> str | None:
+    """Return the layer with at least half of some charges, if one has as much."""
+    fqn, most = by_layer(charges)[0] if charges else (None, 0)
+    return fqn if 2 * most >= sum(one.ns for one in charges) else None
+
+
 def worst_layer(charges: Sequence[Charge]) -> str | None:
     """Return the layer with most of some charges."""
     return by_layer(charges)[0][0] if charges else None

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from fsdp2prof.analyzers.layers import block_of, in_phase, named_layer, numbered, times
-from fsdp2prof.analyzers.ledger.book import Book, worst_layer
+from fsdp2prof.analyzers.ledger.book import Book, main_layer, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.machine import waits_for_processors
 from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
@@ -374,7 +374,7 @@ def _dispatch(book: Book) -> None:
     book.enter(
         mine,
         "host_bound" if book.on_device else "host",
-        fqn=worst_layer(mine),
+        fqn=main_layer(mine),
         remedy=enough,
         known=known or not book.on_device,
         unsure_part="" if known else "; the profiler adds an unknown part of this",

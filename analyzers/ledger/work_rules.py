@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from fsdp2prof.analyzers.kernel_names import moves_memory
 from fsdp2prof.analyzers.layers import named_layer
-from fsdp2prof.analyzers.ledger.book import Book, by_layer, worst_layer
+from fsdp2prof.analyzers.ledger.book import Book, by_layer, main_layer, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
 from fsdp2prof.units import format_bytes, plural
@@ -206,10 +206,9 @@ def _is_worth_it(book: Book, gain_ns: float) -> bool:
 def _of_kind(book: Book, kind: str, key: str, saved: float) -> None:
     """Enter compute of one kind if the part of it that another setting saves is worth a person's time."""
     mine = book.take("compute", lambda one: one.why == kind)
-    cost, gain = sum(one.ns for one in mine), _gain_ns(book, mine, saved)
+    gain = _gain_ns(book, mine, saved)
     if _is_worth_it(book, gain):
-        most = by_layer(mine)[0]
-        book.enter(mine, key, fqn=most[0] if most[1] >= _MOST * cost else None, gain_ns=gain)
+        book.enter(mine, key, fqn=main_layer(mine), gain_ns=gain)
     else:
         book.put_back(mine)
 

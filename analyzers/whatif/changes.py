@@ -175,11 +175,7 @@ def _bandwidth(value: str) -> Change:
     factor = _factor("bandwidth", value)
 
     def apply(changed: Changed) -> Changed:
-        sent = [
-            one for program in changed.job for one in program.activities.values() if one.kind == "collective"
-        ]
-        if not sent:
-            raise NotApplicableError("nothing is sent in this run")
+        sent = _sent(changed)
         floor = latencies(sent)
         pace = changed.pace
 
@@ -237,8 +233,7 @@ def _reduce_dtype(value: str) -> Change:
     def apply(changed: Changed) -> Changed:
         reduced = [
             one
-            for program in changed.job
-            for one in program.activities.values()
+            for one in _sent(changed)
             if one.op == "reduce_scatter" and one.fqn is not None and one.dtype in _BYTES
         ]
         if not reduced:
@@ -339,9 +334,7 @@ def _wrap(value: str) -> Change:
         raise UsageError(f"--set wrap={value}: write blocks")
 
     def apply(changed: Changed) -> Changed:
-        sent = [
-            one for program in changed.job for one in program.activities.values() if one.kind == "collective"
-        ]
+        sent = _sent(changed)
         merged = [units for program in changed.job for units in _units_of_blocks(program)]
         if not merged:
             raise NotApplicableError("no block has several FSDP units, or the traces name none")
@@ -399,7 +392,16 @@ def _need_device(changed: Changed) -> None:
         raise NotApplicableError("not replayed on a CPU, where collectives block their caller")
 
 
+def _sent(changed: Changed) -> list[Activity]:
+    """Every collective of the job. Raises ``NotApplicableError`` if there is none, as with one rank."""
+    sent = [one for program in changed.job for one in program.activities.values() if one.kind == "collective"]
+    if not sent:
+        raise NotApplicableError("nothing is sent in this run")
+    return sent
+
+
 def _gathers(changed: Changed) -> list[list[Gather]]:
+    _sent(changed)
     found = [gathers(program) for program in changed.job]
     if not any(found):
         raise NotApplicableError("the traces name no layer's all-gather (no FSDP labels)")
