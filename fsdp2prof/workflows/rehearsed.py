@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,8 +22,9 @@ from fsdp2prof.recorder.rehearsal import as_one_process
 from fsdp2prof.tables import MemoryRecording
 
 _POLL_S = 0.25
-_LINES = 6
-"""Of the script's own error, at its end."""
+_ERROR = re.compile(r"(?:\[rank\d+\]: ?)?((?:[\w.]+\.)?(\w*(?:Error|Exception|Interrupt))\b:? ?.*)")
+"""A line that names an exception, as Python or torch on a rank prints it."""
+_OF_NO_DATA = ("DynamicOutputShapeException", "DataDependentOutputException")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,15 +51,24 @@ def rehearsed(command: Sequence[str], world_size: int | None) -> RehearsedRank:
                 time.sleep(_POLL_S)
             code = process.poll()
         if not _is_recorded(run):
-            said = (Path(folder) / "stderr").read_text(errors="replace").strip().splitlines()[-_LINES:]
-            raise InputError(
-                f"the command ended with exit code {code} before its third step was recorded"
-                + (f": {' / '.join(said)}" if said else "; `fsdp2prof rehearse --meta` shows its output")
-            )
+            raise InputError(_why_it_ended((Path(folder) / "stderr").read_text(errors="replace"), code))
         record = open_run(run).ranks[0]
         assert record.manifest is not None
         assert record.memory is not None
         return RehearsedRank(manifest=record.manifest, recording=read_memory(record.memory)[0])
+
+
+def _why_it_ended(printed: str, code: int | None) -> str:
+    """Say why a command ended too early, by the last exception that it printed."""
+    errors = [found for line in printed.splitlines() if (found := _ERROR.match(line.strip()))]
+    ended = f"the command ended with exit code {code} before its third step was recorded"
+    if not errors:
+        return f"{ended}; `fsdp2prof rehearse --meta` shows its output"
+    said, kind = errors[-1].groups()
+    if kind in _OF_NO_DATA:
+        operator = said.rpartition(": ")[2]
+        return f"the script looks at values ({operator}), which its tensors lack here: give the model with --model"
+    return f"{ended}: {said}"
 
 
 @contextmanager
