@@ -67,7 +67,7 @@ def _why_it_ended(printed: str, code: int | None) -> str:
     said, kind = errors[-1].groups()
     if kind in _OF_NO_DATA:
         operator = said.rpartition(": ")[2]
-        return f"the script looks at values ({operator}), which its tensors lack here: give the model with --model"
+        return f"the script looks at values ({operator}) that tensors here do not have: add --model"
     return f"{ended}: {said}"
 
 
