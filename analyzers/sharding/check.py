@@ -322,7 +322,8 @@ def _verdict(
         head = f"Not sharded as it should be: {plural(len(grave), 'grave finding')}, {len(findings)} in all."
     else:
         groups = evidence.first.param_groups
-        does = "replicated" if groups and all(one.shard_world_size < 2 for one in groups) else "sharded"
+        whole = len(evidence.sharded) > 1 and all(one.shard_world_size < 2 for one in groups)
+        does = "replicated" if groups and whole else "sharded"
         are = "is" if parameters == 1 else "are"
         head = f"{plural(parameters, 'parameter')} {are} {does} over {ranks} as their meshes define."
         if findings:
