@@ -1,4 +1,4 @@
-"""Kinds of compute that another setting would make faster, by the names of kernels."""
+"""Kernel names that show compute which another setting would speed up."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 
 KINDS = ("float64", "attention_in_float32", "layout", "unaligned", "scores", "memory")
 """Matrix products in double precision; fused attention in single precision; conversions between channels
-first and last; products of half-precision matrices that 16 bytes do not divide; attention's scores as a
-tensor; torch's own kernels that read and write whole tensors and compute next to nothing."""
+first and last; half-precision matrix products whose rows are not aligned to 16 bytes; attention with its
+scores in memory; torch's own kernels that read and write whole tensors and compute almost nothing."""
 
 NAMES = {
     "float64": re.compile(r"(?:^|_)d(?:884|1688)?gemm|gemm_f64f64"),  # cuBLAS, CUTLASS
@@ -15,17 +15,17 @@ NAMES = {
     "layout": re.compile(r"nchwToNhwc|nhwcToNchw", re.IGNORECASE),  # cuDNN
     "unaligned": re.compile(r"(?:f16|bf16|h)_?s?\d*gemm\w*_align[124](?!\d)"),  # CUTLASS, called by cuBLAS
 }
-"""Kind -> names of its kernels."""
+"""Kind -> pattern of its kernels' names."""
 _MEMORY = re.compile(
     r"elementwise_kernel|\breduce_kernel|\b(?:vectorized_layer_norm|layer_norm_grad|batch_norm_|group_norm_)|"
     r"(?:Layer|Group)Norm(?:Forward|Backward|1d)|RowwiseMoments|GammaBetaBackward|\b(?:softmax_warp|cunn_\w*soft_?max)|"
     r"CatArrayBatchedCopy|dropout_kernel",
     re.IGNORECASE,
 )
-"""Names of torch's own; those of other libraries (Liger, Apex, Transformer Engine) are fused."""
+"""Names of torch's own kernels; those of other libraries (Liger, Apex, Transformer Engine) are fused."""
 _FUSED = re.compile(r"^triton_|flash|fmha|gemm", re.IGNORECASE)
 
 
 def moves_memory(name: str) -> bool:
-    """Whether a kernel is one of torch's that read and write whole tensors and compute next to nothing."""
+    """Whether this is a torch kernel that reads and writes whole tensors and computes almost nothing."""
     return _MEMORY.search(name) is not None and _FUSED.search(name) is None

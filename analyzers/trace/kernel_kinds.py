@@ -1,4 +1,4 @@
-"""Kinds of compute, by kernels' names and the inputs of the operators that launch them."""
+"""Classifies compute by kernel names and by the inputs of the operators that launch the kernels."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.tables import BoolArray, IntArray
 
 _AROUND = {"aten::_softmax": 1, "aten::_softmax_backward_data": 2}
-"""Operators of a softmax -> matrix products on each side of it that belong to the same attention."""
+"""Softmax operator -> number of matrix products on each side that belong to the same attention."""
 _LEAST = 64
-"""Tokens on both sides from which on the input of a softmax is taken for attention's scores."""
+"""Least number of queries and of keys for a softmax input to count as attention scores."""
 
 
 def kinds_of_compute(tables: RankTables, work: WorkTable) -> IntArray:
@@ -49,10 +49,10 @@ def _in_double(tables: RankTables, event: IntArray) -> BoolArray:
 
 
 def _with_scores(tables: RankTables, work: WorkTable) -> BoolArray:
-    """Whether each activity was launched between the products before and after the softmax of an attention.
+    """Whether each activity was launched between the two matrix products around an attention's softmax.
 
-    The scores are what the softmax takes: (..., queries, keys). The products make or take them, with the
-    leading dimensions in one; what runs between them scales, masks, casts and drops them.
+    The softmax input is the scores, (..., queries, keys). One product computes them and the other uses them,
+    with the leading dimensions flattened; scaling, masking, casts and dropout run in between.
     """
     events, shapes = tables.trace.events, tables.trace.shapes
     names = events.name.take(shapes.event)
@@ -76,7 +76,7 @@ def _with_scores(tables: RankTables, work: WorkTable) -> BoolArray:
 
 
 def _attentions(names: Sequence[str | None]) -> Iterator[tuple[int, int]]:
-    """Yield the first and last of the operators around each softmax, of those on one thread in order."""
+    """Yield the positions of the first and last operator around each softmax; names are in launch order."""
     for at, name in enumerate(names):
         products = _AROUND.get(name or "", 0)
         if products:
@@ -93,7 +93,7 @@ def _scores(dims: str | None) -> list[int] | None:
 
 
 def _tensors(dims: str) -> list[list[int]]:
-    """Return the shapes among an operator's inputs, as far as they are recorded."""
+    """Return the recorded shapes of an operator's inputs."""
     inputs: list[Any] = msgspec.json.decode(dims)
     return [one for one in inputs if isinstance(one, list) and one and all(isinstance(n, int) for n in one)]
 
@@ -103,7 +103,7 @@ def _flat(shape: list[int]) -> tuple[int, int, int]:
 
 
 def _touches(scores: set[tuple[int, int, int]], dims: str) -> bool:
-    """Whether some input has the scores' shape, or its transpose, or the last two make one of it."""
+    """Whether an input, or the product of the last two, has the shape of the scores or its transpose."""
     shapes = [_flat(one) for one in _tensors(dims) if len(one) > 2]
     known = scores | {(batch, keys, queries) for batch, queries, keys in scores}
     if any(one in known for one in shapes):

@@ -1,4 +1,4 @@
-"""Trainings recorded on an H100, most with one fault: what is told first; of healthy ones nothing is told.
+"""Trainings recorded on an H100: a planted fault comes first, and healthy trainings get no advice.
 
 Two traced steps each of ``python train.py``, without memory.
 """

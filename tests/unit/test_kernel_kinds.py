@@ -1,4 +1,4 @@
-"""Compute that another setting would make faster is told by kernels' names and operators' inputs."""
+"""Kernel names and operator inputs show which compute another setting would speed up."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ US = 1.0
         ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", None),
     ],
 )
-def test_kernels_are_told_by_their_names(name: str, kind: str | None) -> None:
+def test_kernels_are_classified_by_name(name: str, kind: str | None) -> None:
     assert [one for one, pattern in NAMES.items() if pattern.search(name)] == ([] if kind is None else [kind])
     assert not moves_memory(name)
 
