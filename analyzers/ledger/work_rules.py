@@ -166,11 +166,18 @@ def enter_kernels(book: Book) -> None:
     if not book.on_device:
         return
     _without_tensor_cores(book)
-    _of_kind(book, "attention_in_float32", "attention_in_float32", _TENSOR_CORES)
+    if _computes_in_half(book):
+        _of_kind(book, "attention_in_float32", "attention_in_float32", _TENSOR_CORES)
     _of_kind(book, "scores", "attention_scores", _SAVED_BY_FLASH)
     _of_kind(book, "layout", "layout_conversions", 1)
     _of_kind(book, "unaligned", "unaligned_products", _HALF)
     _unfused(book)
+
+
+def _computes_in_half(book: Book) -> bool:
+    """Whether parameters are gathered in half precision, as far as that is known."""
+    dtypes = {group.param_dtype or one.dtype for group in book.groups for one in group.parameters}
+    return not dtypes or bool(dtypes & {"bfloat16", "float16"})
 
 
 def _spent(book: Book, takes: Callable[[str], object], least: float) -> float:
