@@ -12,7 +12,7 @@ scores in memory; torch's own kernels that read and write whole tensors and comp
 NAMES = {
     "float64": re.compile(r"(?:^|_)d(?:884|1688)?gemm|gemm_f64f64"),  # cuBLAS, CUTLASS
     "attention_in_float32": re.compile(r"fmha_cutlass[FB]_f32"),  # torch's memory-efficient attention
-    "layout": re.compile(r"nchwToNhwc|nhwcToNchw", re.IGNORECASE),  # cuDNN
+    "layout": re.compile(r"nchwToNhwc|nhwcToNchw|^batched_transpose_\d", re.IGNORECASE),  # cuDNN, MIOpen
     "unaligned": re.compile(r"(?:f16|bf16|h)_?s?\d*gemm\w*_align[124](?!\d)"),  # CUTLASS, called by cuBLAS
 }
 """Kind -> pattern of its kernels' names."""

@@ -25,6 +25,7 @@ US = 1.0
         ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80(AttentionKernel::Params)", None),
         ("void cudnn::ops::nchwToNhwcKernel<__nv_bfloat16, float>(int)", "layout"),
         ("void cudnn::ops::nhwcToNchwKernel<__nv_bfloat16, float>(int)", "layout"),
+        ("batched_transpose_64x64_pack_2x2_ediv_2x2_half.kd", "layout"),
         ("void cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_128x128_tn_align1>(P)", "unaligned"),
         ("void cutlass::Kernel2<cutlass_80_tensorop_f16_s16816gemm_f16_64x64_nt_align2>(P)", "unaligned"),
         ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_64x64_nt_align8>(P)", None),
