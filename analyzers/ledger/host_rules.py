@@ -318,8 +318,7 @@ def enter_optimizer(book: Book) -> None:
     on_host = book.left_ns("host")
     added = min(on_host, int(added_ns(book.analysis.unrecorded_step) * book.rank_steps))
     mine = book.take("host", lambda one: one.phase == "optimizer", (on_host - added, max(1, on_host)))
-    if not book.on_device:
-        mine += book.take("compute", lambda one: one.phase == "optimizer")
+    mine += book.take("queued" if book.on_device else "compute", lambda one: one.phase == "optimizer")
     book.enter(
         mine,
         "optimizer_per_tensor" if "foreach" in slow[0].defaults else "optimizer_per_tensor/own",
