@@ -142,7 +142,10 @@ class Book:
         return sum(charge.ns for charge in self._pool[cause])
 
     def take(
-        self, cause: str, wanted: Callable[[Charge], bool] = lambda _: True, part: tuple[int, int] = (1, 1)
+        self,
+        cause: str,
+        wanted: Callable[[Charge], bool] = lambda _: True,
+        part: tuple[int, int] | Callable[[Charge], tuple[int, int]] = (1, 1),
     ) -> list[Charge]:
         """Take charges out of the pool; of each the ``part`` (numerator, denominator), whole nanoseconds."""
         taken, kept = [], []
@@ -150,7 +153,8 @@ class Book:
             if not wanted(charge):
                 kept.append(charge)
                 continue
-            ns = charge.ns * part[0] // part[1]
+            of_it, whole = part(charge) if callable(part) else part
+            ns = charge.ns * of_it // whole
             taken.append(replace(charge, ns=ns))
             if ns < charge.ns:
                 kept.append(replace(charge, ns=charge.ns - ns, count=0, bytes=0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fsdp2prof.analyzers.layers import block_of, in_phase, named_layer, numbered, times
@@ -63,18 +62,17 @@ def _beyond(book: Book, median_ns: float) -> list[Charge]:
     idle = Counter[tuple[int, int]]()
     for one in book.left("host"):
         idle[one.rank, one.step] += one.ns
-    taken: list[Charge] = []
-    for rank in book.analysis.ranks:
-        for traced in rank.steps:
-            whole = idle[rank.rank, traced.step]
-            part = min(whole, int(traced.duration_ns - median_ns))
-            if part > 0:
-                taken += book.take("host", partial(_of_step, rank.rank, traced.step), (part, whole))
-    return taken
+    longer = {
+        (rank.rank, step.step): max(0, int(step.duration_ns - median_ns))
+        for rank in book.analysis.ranks
+        for step in rank.steps
+    }
 
+    def part(charge: Charge) -> tuple[int, int]:
+        whole = idle[charge.rank, charge.step]
+        return min(whole, longer.get((charge.rank, charge.step), 0)), max(1, whole)
 
-def _of_step(rank: int, step: int, charge: Charge) -> bool:
-    return (charge.rank, charge.step) == (rank, step)
+    return book.take("host", lambda one: part(one)[0] > 0, part)
 
 
 def enter_new_iterators(book: Book) -> None:

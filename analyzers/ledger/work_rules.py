@@ -196,7 +196,7 @@ def _gain_ns(book: Book, mine: Iterable[Charge], saved: float) -> int:
     """
     idle, spent = Counter[tuple[int, int, str]](), Counter[tuple[int, int, str]]()
     for cause, one in book.booked:
-        idle[one.rank, one.step, one.phase] += one.ns if cause == "host" else 0
+        idle[one.rank, one.step, one.phase] += one.ns if cause == "host" and book.on_device else 0
     for one in mine:
         spent[one.rank, one.step, one.phase] += one.ns
     return sum(max(0, int(saved * ns) - idle[place]) for place, ns in spent.items())

@@ -26,6 +26,7 @@ from fsdp2prof.manifest import (
 )
 from fsdp2prof.results.communication import LateRank, LateRanks
 from fsdp2prof.results.ledger import Ledger, LedgerEntry
+from fsdp2prof.results.step import UnrecordedStep
 from fsdp2prof.results.trace import HostSyncRow
 
 MS = 1_000_000
@@ -39,6 +40,7 @@ def ledger_of(
     syncs: Sequence[HostSyncRow] = (),
     additional_ns: Mapping[int, int] | None = None,
     among: LateRanks | None = None,
+    unrecorded: UnrecordedStep | None = None,
 ) -> Ledger:
     """Charge the same to every step of two ranks; what is left of its 50 ms is compute in forward."""
     analysis = trace_analysis()
@@ -54,7 +56,7 @@ def ledger_of(
                 *mine,
                 Charge(rank=rank.rank, step=step.step, cause="compute", ns=left, phase="forward"),
             ]
-    analysis = replace(analysis, ranks=ranks, unrecorded_step=None, host_syncs=list(syncs))
+    analysis = replace(analysis, ranks=ranks, unrecorded_step=unrecorded, host_syncs=list(syncs))
     analysis = replace(analysis, cross_rank=replace(analysis.cross_rank, late=among))
     ledger = with_ledger(analysis, charges, manifests, None, additional_ns).ledger
     assert ledger is not None
@@ -77,6 +79,19 @@ def sharded(**fields: Any) -> RankManifest:
         ]
         groups.append(msgspec.structs.replace(alike[0], parameters=parameters, reductions=1, **fields))
     return RankManifest(param_groups=groups, roots=[RootInfo(root=0, micro_batches=1)])
+
+
+@pytest.mark.parametrize(("median_ms", "left_ms"), [(50, 20), (45, 15), (35, 5), (20, 0)])
+def test_tracing_takes_what_an_unrecorded_step_has_no_room_for(median_ms: int, left_ms: int) -> None:
+    """Every traced step takes 50 ms, and for 20 of them nothing is launched."""
+    times: dict[str, Any] = dict.fromkeys(
+        ("median_ns", "lower_quartile_ns", "upper_quartile_ns", "min_ns", "max_ns"), median_ms * MS
+    )
+    unrecorded = UnrecordedStep(steps=7, **times, traced_median_ns=None, slowdown=None)
+    ledger = ledger_of([{"cause": "host", "ns": 20 * MS, "phase": "forward"}], unrecorded=unrecorded)
+    spent = {one.id: one.ns for one in ledger.entries}
+    assert spent.get("host_bound", 0) == left_ms * MS
+    assert spent.get("tracing", 0) == (20 - left_ms) * MS
 
 
 @pytest.mark.parametrize(("sizes", "deleted"), [((2048, 4096), True), ((2048, 40), False), ((8, 8), False)])
