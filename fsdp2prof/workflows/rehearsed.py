@@ -59,11 +59,12 @@ def rehearsed(command: Sequence[str], world_size: int | None) -> RehearsedRank:
 
 
 def _why_it_ended(printed: str, code: int | None) -> str:
-    """Say why a command ended too early, by the last exception that it printed."""
+    """Say why a command ended too early, by the last exception that it printed, else by its last line."""
     errors = [found for line in printed.splitlines() if (found := _ERROR.match(line.strip()))]
     ended = f"the command ended with exit code {code} before its third step was recorded"
     if not errors:
-        return f"{ended}; `fsdp2prof rehearse --meta` shows its output"
+        last = printed.strip().rpartition("\n")[2]
+        return f"{ended}: {last}" if last else f"{ended}; `fsdp2prof rehearse --meta` shows its output"
     said, kind = errors[-1].groups()
     if kind in _OF_NO_DATA:
         operator = said.rpartition(": ")[2]

@@ -25,10 +25,14 @@ TRACEBACK = """Traceback (most recent call last):
             "[rank0]: torch._subclasses.fake_tensor.DynamicOutputShapeException: aten.nonzero.default",
             "the script looks at values (aten.nonzero.default)",
         ),
-        ("train.py: error: unrecognized arguments", "`fsdp2prof rehearse --meta` shows its output"),
+        ("python: can't open file 'train.py'", "recorded: python: can't open file 'train.py'"),
     ],
 )
 def test_the_last_exception_says_why(printed: str, said: str) -> None:
     why = _why_it_ended(TRACEBACK.format(error="it", printed=printed), 1)
     assert said in why
     assert "\n" not in why
+
+
+def test_a_command_that_printed_nothing_can_be_rehearsed() -> None:
+    assert _why_it_ended("", 1).endswith("`fsdp2prof rehearse --meta` shows its output")
