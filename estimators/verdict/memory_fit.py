@@ -27,7 +27,7 @@ _WORDS = {
     "cache": "whether freeing cached blocks makes room",
     RECORD_STREAMS: "how long record_stream holds memory",
     MEASURED: "the measured peak",
-    "prediction": "the error of predictions of published runs",
+    "prediction": "the error of predictions of measured runs",
 }
 """What is not known, in a sentence."""
 
@@ -127,11 +127,11 @@ def verdict(
 
 
 def _spread(room: Room, unknown: Sequence[Unknown]) -> str:
-    """Say where the room is smaller than what predictions of published runs were off by."""
+    """Say where the room is smaller than what predictions of measured runs were off by."""
     spread = sum(one.high_bytes for one in unknown if one.name in NOT_DECIDING)
     if room.fit != "fits" or room.least_bytes >= spread:
         return ""
-    return f" Predictions of published runs were off by up to {format_bytes(spread)}, more than that margin."
+    return f" Predictions of measured runs were off by up to {format_bytes(spread)}, more than that margin."
 
 
 def _reserved(peak: PredictedPeak, unknown: Sequence[Unknown]) -> str:

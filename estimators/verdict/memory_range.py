@@ -17,7 +17,7 @@ from fsdp2prof.units import format_bytes
 RECORD_STREAMS = "record_streams"
 """The unknown that decides speed and not whether a run fits."""
 PREDICTION = "prediction"
-"""How far off predictions of published runs were."""
+"""How far off predictions of measured runs were."""
 MEASURED = "measured"
 NOT_DECIDING = (RECORD_STREAMS, PREDICTION)
 """Unknowns that the verdict on a device leaves out: it rests on what can be found out before the run."""
