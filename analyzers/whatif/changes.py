@@ -265,13 +265,11 @@ def _reduce_dtype(value: str) -> Change:
 def _no_host_syncs(changed: Changed) -> Changed:
     if not any(point.syncs for program in changed.job for point in program.points):
         raise NotApplicableError("no call of this run synchronizes the host with the device")
-    job = [
-        replace(
-            program,
-            points=[replace(p, awaits=None, syncs=False) if p.syncs else p for p in program.points],
-        )
-        for program in changed.job
-    ]
+    job = []
+    for program in changed.job:
+        points = [replace(p, awaits=None, syncs=False) if p.syncs else p for p in program.points]
+        job.append(replace(program, points=points))
+        job[-1].waits = program.waits  # launches keep their order
     return replace(changed, job=job)
 
 

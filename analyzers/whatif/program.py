@@ -119,6 +119,8 @@ class RankProgram:
     """Beginning and end of each analysed step, as the analysis measures them."""
     boundary: int = -1
     """Number of the point at which the first analysed step begins: all up to it stays as recorded."""
+    waits: dict[int, list[tuple[bool, Activity]]] | None = field(default=None, init=False, repr=False)
+    """What each activity waits for, and whether it ran beside it; a changed copy begins without it."""
     found: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     """What was looked up in these points once; a changed copy of the program begins without it."""
 

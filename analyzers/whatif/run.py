@@ -78,6 +78,7 @@ def prepare(job: Job) -> Ran:
     for program in job:
         state = _Streams(program, Pace())
         before: list[Activity] = []
+        found: dict[int, list[tuple[bool, Activity]]] = {}
         for point in program.points:
             state.pass_point(point)
             if (one := point.launches) is None:
@@ -96,15 +97,36 @@ def prepare(job: Job) -> Ran:
                 if cause is not None:
                     one.after, ready = (cause,), max(ready, cause.end)
             one.gap = one.start - ready
+            found[one.index] = _followed(one, waits)
             state.launch(one)
             before.append(one)
+        program.waits = found
         _set_boundary(program)
+    if len(job) == 1:  # nobody to meet: every activity is where it was
+        return Ran([_recorded(job[0])])
     while (recorded := run(job)).unmet:
         for program in job:
             for one in program.activities.values():
                 if one.meeting in recorded.unmet:  # its launch is not known well enough to wait for it
                     one.meeting, one.transfer_ns = -1, one.duration
     return recorded
+
+
+def _followed(one: Activity, waits: Iterable[tuple[str, Activity]]) -> list[tuple[bool, Activity]]:
+    """Return what an activity waits for, and whether it ran beside it, where the recording agrees."""
+    return [(rule in one.rules, other) for rule, other in waits if rule == "stream" or rule not in one.rules]
+
+
+def _recorded(program: RankProgram) -> RankRun:
+    """Return what :func:`run` gives for a prepared program without a change."""
+    return RankRun(
+        program,
+        begin=[point.begin for point in program.points],
+        end=[point.end for point in program.points],
+        started={index: one.start for index, one in program.activities.items()},
+        ended={index: one.end for index, one in program.activities.items()},
+        lengths=[end - begin for begin, end in program.windows],
+    )
 
 
 def _set_boundary(program: RankProgram) -> None:
@@ -170,6 +192,7 @@ def _steps(
     program = result.program
     state = _Streams(program, pace)
     rank = program.rank
+    known = program.waits if pace.one_communicator else None
     pending: dict[int, Activity] = {}
     given: set[int] = set()
     """Activities launched or begun before the first analysed step: they stay as recorded."""
@@ -196,7 +219,8 @@ def _steps(
         return result.ended[one.index]
 
     for point in program.points:
-        state.pass_point(point)
+        if known is None:
+            state.pass_point(point)
         before = before and point.number <= program.boundary and not point.copy
         result.begin.append(host)
         if before:
@@ -216,13 +240,12 @@ def _steps(
             start = one.start
         else:
             start = host + program.latency_ns + one.early
-            for rule, other in state.waits_of(one):
-                if rule in one.rules and rule != "stream":
-                    continue
+            waits = _followed(one, state.waits_of(one)) if known is None else known[one.index]
+            for beside, other in waits:
                 end = result.ended.get(other.index)
                 while end is None and (end := over(other)) is None:
                     yield None
-                if rule in one.rules:  # it ran beside the one before it, and does so no longer than that
+                if beside:  # it ran beside the one before it, and does so no longer than that
                     end = max(end - one.overlap, result.started.get(other.index, _LONG_OVER))
                 start = max(start, end)
             for other in one.after:
@@ -236,7 +259,8 @@ def _steps(
             arrivals[one.meeting][rank] = start + program.shift_ns
         else:
             result.ended[one.index] = start + length(one)
-        state.launch(one)
+        if known is None:
+            state.launch(one)
     for one in list(pending.values()):
         while over(one) is None:
             yield None
