@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -131,9 +132,15 @@ def _data_loader(book: Book) -> None:
 
 def _compilation(book: Book) -> None:
     graphs = book.take("compilation", lambda one: one.why == "graphs")
-    book.enter(graphs, "recompilation/graphs", fqn=worst_layer(graphs))
+    book.enter(graphs, "recompilation/graphs", rank=_alone(book, graphs), fqn=worst_layer(graphs))
     mine = book.take("compilation")
-    book.enter(mine, "recompilation", fqn=worst_layer(mine))
+    book.enter(mine, "recompilation", rank=_alone(book, mine), fqn=worst_layer(mine))
+
+
+def _alone(book: Book, mine: Sequence[Charge]) -> int | None:
+    """Return the one rank of several whose own time some charges are."""
+    ranks = {one.rank for one in mine if one.late_rank is None}
+    return ranks.pop() if len(ranks) == 1 < len(book.analysis.ranks) else None
 
 
 def _garbage(book: Book) -> None:

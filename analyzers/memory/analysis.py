@@ -225,7 +225,7 @@ def _contradictions(peak: Peak) -> list[str]:
     if reserved is None or reserved >= allocated:
         return []
     return [
-        f"{format_bytes(allocated)} are allocated where {format_bytes(reserved)} are reserved: "
+        f"{format_bytes(allocated)} is allocated where {format_bytes(reserved)} is reserved: "
         "segments and history of the file do not belong together"
     ]
 
