@@ -72,10 +72,10 @@ Documents = MaskedDocuments | VarlenDocuments | FlexDocuments
 CheckpointingMode = Literal["none", "full", "op"]
 ActivationCheckpointing = CheckpointingMode | Every
 """``op`` is selective by operator."""
-LossMode = Literal["full", "compiled", "fused", "logprobs", "dpo"]
+LossMode = Literal["full", "native", "compiled", "fused", "logprobs", "dpo"]
 PIECES = (Chunked, ChunkedKept, ChunkedBackward, ChunkedTokens, ChunkedVocabulary, ChunkedBlocks)
 Loss = LossMode | InPieces
-"""``full``: over all logits at once."""
+"""``full``: over all logits at once, in fp32; ``native``: in the dtype that they have."""
 SELECTION = ("attention_is_saved", "ac_saves", "ac_recomputes")
 """Options that say more of ``ac="op"``, and go with nothing else."""
 

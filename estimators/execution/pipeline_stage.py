@@ -114,11 +114,11 @@ class PipelineStage:
             self._output = self._run_stage(batch)
             return self._output
         received = replace(self._received_batch(micro_batch), targets=batch.targets)
-        if policy.loss != "full":
+        if policy.loss not in ("full", "native"):
             return self._model.loss(root, received, policy.loss)
         assert batch.targets is not None
         self._output = self._logits[micro_batch] = self._run_stage(received)
-        return logits_loss(self._output, batch.targets)
+        return logits_loss(self._output, batch.targets, policy.loss)
 
     def _received_batch(self, micro_batch: int) -> Batch:
         """What the stage before has sent, as the model takes it."""

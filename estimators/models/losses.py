@@ -1,6 +1,6 @@
 """What is computed over the logits: every loss of a policy, for every source of models.
 
-``full`` keeps the logits in fp32 for backward, as the eager cross-entropy does. ``compiled`` and ``fused``
+``full`` keeps the logits in fp32 for backward, as the eager cross-entropy does, ``native`` in their own dtype. ``compiled`` and ``fused``
 stand for kernels on tensors without data, and hold what these hold; on real tensors they compute the same by
 separate operators. Shapes: N tokens, D model dim, V vocabulary.
 """
@@ -106,7 +106,7 @@ def logits_loss(
             local, group = logits.to_local(), logits.device_mesh.get_group()
         loss: Tensor = _CompiledCrossEntropy.apply(local, targets, group)  # type: ignore[no-untyped-call]
         return loss
-    return F.cross_entropy(logits.float(), targets)
+    return F.cross_entropy(logits if how == "native" else logits.float(), targets)
 
 
 def log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:

@@ -111,7 +111,8 @@ def verdict(
     peak: PredictedPeak, room: Room | None, options: Sequence[Remedy], unknown: Sequence[Unknown] = ()
 ) -> list[str]:
     """Say how much a rank takes and where, whether that fits, and what fills it or would take most off."""
-    place = f"{where(peak.phase, peak.fqn)}, step {peak.step}"
+    in_step = f"{where(peak.phase, peak.fqn)}, step {peak.step}"
+    place = "before the first step" if peak.step is None else in_step
     lines = [
         f"A rank reserves {_reserved(peak, unknown)}; "
         f"{format_bytes(peak.active_bytes)} of it is in use {place}."
@@ -259,7 +260,7 @@ def _of_analysis(found: Sequence[Remedy], mesh: MeshSpec, policy: PolicySpec) ->
     hows = {
         "activation_checkpointing": "checkpoint every block (ac=full)" if policy.ac != "full" else None,
         "chunked_loss": f"compute head and loss in {_CHUNKS} chunks (loss=chunked:{_CHUNKS})"
-        if policy.loss == "full"
+        if policy.loss in ("full", "native")
         else None,
         "smaller_batch": f"halve the micro-batch (batch_size={policy.batch_size // 2}, "
         f"grad_accum={2 * policy.grad_accum})"

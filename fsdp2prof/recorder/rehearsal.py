@@ -89,6 +89,7 @@ def _initializes(original: Callable[..., None], rehearsal: Rehearsal) -> Callabl
         original("fake", store=HashStore(), rank=rehearsal.rank, world_size=rehearsal.world_size)
         if rehearsal.meta:
             _leave_no_data()
+            _count_from_now()
 
     return init_process_group
 
@@ -151,6 +152,17 @@ def _leave_no_data() -> None:
         stack = ExitStack()
         _mode = stack.enter_context(fake_tensors(allow_real=True))
         atexit.register(stack.close)
+
+
+def _count_from_now() -> None:
+    """Count storages from here on where memory is recorded from the first step."""
+    from fsdp2prof.recorder.guard import guard
+    from fsdp2prof.recorder.memory.history import count_from_now
+    from fsdp2prof.recorder.rank.captures import Schedule
+
+    settings = Settings.from_environment()
+    if settings is not None and Schedule(settings.options).kind(0) == "memory":
+        guard.run("memory", count_from_now, "cpu", stacks=settings.options.stacks)
 
 
 def _forgetting_first(swap: Callable[..., None]) -> Callable[..., None]:

@@ -214,6 +214,7 @@ def test_what_each_loss_in_pieces_holds() -> None:
         ).peak.active_bytes
         for how in (
             "full",
+            "native",
             "chunked-kept:8",
             "chunked-backward:8",
             "chunked-tokens:1024",
@@ -221,6 +222,7 @@ def test_what_each_loss_in_pieces_holds() -> None:
         )
     }
     logits = 8192 * 32000 * 4
+    assert peaks["full"] - peaks["native"] > logits  # of three tensors two are in fp32
     assert peaks["full"] - peaks["chunked-kept:8"] < logits
     for how in ("chunked-backward:8", "chunked-tokens:1024", "chunked-vocab:2000"):
         assert peaks["chunked-kept:8"] - peaks[how] > logits / 4

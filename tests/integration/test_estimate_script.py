@@ -64,3 +64,25 @@ def test_a_command_that_gives_no_estimate_is_one_line(
     assert code in (1, 2)
     assert message in said
     assert len(said.strip().splitlines()) == 1
+
+
+FREED_BEFORE = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+torch.empty(512 << 20, dtype=torch.uint8)
+model = fully_shard(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_what_is_freed_before_the_first_step_stays_reserved() -> None:
+    """Two more workspaces of a GPU's matrix products are in use in a step."""
+    command = [sys.executable, "-c", FREED_BEFORE]
+    found = estimated("memory", "--world-size", "2", "--allocator", "classic", command=command)
+    assert found["peak"]["step"] is None
+    assert found["peak"]["active_bytes"] == 512 << 20
+    assert {step["step"]: step["reserved_bytes"] >> 20 for step in found["steps"]} == {1: 518, 2: 518}

@@ -262,9 +262,10 @@ def _optimizer_and_loss(run: Reading) -> None:
     if "linear" in loss.word() or "cut" in loss.word():
         run.set("loss", "fused", loss)
     elif loss.value is not None:
-        run.set("loss", "full", loss)
         wide = run.get("loss_fn.fp32_upcast")
         if wide.given and not is_on(wide):
-            run.notes.append(f"{wide.key} = {wide.value}: logits are counted in fp32 too, an upper bound")
+            run.set("loss", "native", loss, wide)
+        else:
+            run.set("loss", "full", loss)
     else:
         run.missing("loss", loss)

@@ -77,28 +77,39 @@ def memory_capture(
     return CpuMemoryCapture(folder / STORAGE_COUNT_FILE, device_type, stacks=stacks)
 
 
+def count_from_now(device_type: str, *, stacks: bool) -> None:
+    """Begin the count of a rehearsal before its first step: the segments that construction leaves stay."""
+    _begun[device_type] = _tracker(device_type, stacks=stacks)
+    _begun[device_type].start()
+
+
+_begun: dict[str, StorageTracker] = {}
+"""The count that runs already, by its type of device."""
+
+
+def _tracker(device_type: str, *, stacks: bool) -> StorageTracker:
+    return StorageTracker(
+        device=f"cuda:{torch.cuda.current_device()}" if device_type == "cuda" else "cpu",
+        fake_mode=fake_mode(),
+        stacks=stacks,
+        around=partial(guard.around, "memory"),
+        hook=partial(guard.hook, "memory"),
+    )
+
+
 class CpuMemoryCapture:
     """Counts every storage (``fsdp2prof.storage_tracker``) and writes ``memory.npz``."""
 
     source = "storage_count"
 
     def __init__(self, path: Path, device_type: str, *, stacks: bool) -> None:
-        mode = fake_mode()
-        device = f"cuda:{torch.cuda.current_device()}" if device_type == "cuda" else "cpu"
-
         self.allocator_settings: dict[str, str] = {}
         self.lost: str | None = None
         self._path = path
-        self._fake = mode is not None
+        self._fake = fake_mode() is not None
         self._unwatch: Callable[[], None] | None = None
-        self._tracker = StorageTracker(
-            device=device,
-            fake_mode=mode,
-            stacks=stacks,
-            around=partial(guard.around, "memory"),
-            hook=partial(guard.hook, "memory"),
-        )
-        self._running = False
+        self._running = device_type in _begun
+        self._tracker = _begun.pop(device_type) if self._running else _tracker(device_type, stacks=stacks)
 
     def begin_step(self, step: int) -> None:
         """Begin a step, starting the count with the first."""

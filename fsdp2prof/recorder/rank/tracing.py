@@ -172,10 +172,13 @@ class TraceCapture:
 
     def _start(self) -> None:
         with training_profilers.set_aside():
+            self._thread = threading.get_ident()
             try:
                 self._profiler.start_trace()
-            finally:  # it may fail once torch's profiler runs: started again, that would crash
-                self._running, self._thread = _profiler_enabled(), threading.get_ident()
+                self._running = True
+            except BaseException:  # once torch's profiler runs: started again, that would crash
+                self._running = bool(_profiler_enabled())
+                raise
             self._profiler.add_metadata_json("torch_version", json.dumps(torch.__version__))
 
 
