@@ -26,7 +26,7 @@ _OFTEN, _LONG_PAUSE = 0.75, 0.25
 """Part of a rank's steps in which it pauses at one place, or part of a step that one pause takes, from which
 on the pause is the script's own."""
 
-_LINE = re.compile(r"\(\d+\): |:\d+ \(")
+LINE = re.compile(r"\(\d+\): |:\d+ \(")
 """In a Python line, as the recorder (``f() in a.py:7 (g)``) or the profiler (``a.py(7): g``) writes it."""
 _RUNS_AUTOGRAD = re.compile(r"Backward\d*$|^backward\(\) in ")
 """Names of autograd's nodes (``MmBackward0``, FSDP2's ``RegisterPostBackwardFunctionBackward``), and a line
@@ -199,7 +199,7 @@ def _pauses(book: Book) -> None:
     alone = len(book.analysis.ranks) > 1 and longest >= _NEARLY_ALL * ranks.total()
     waited = len(own) < len(mine)
     place, work = f"{where}: Python code, or input and output", where
-    key, in_script = "straggler/pauses" if alone else "host_pause", site is not None and _LINE.search(site)
+    key, in_script = "straggler/pauses" if alone else "host_pause", site is not None and LINE.search(site)
     if site:
         work = f"at {site}" if in_script else f"in `{site}`"
         place = work if phase == "other" else f"{work}, {where}"

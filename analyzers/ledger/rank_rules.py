@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median_high
 
 from fsdp2prof.analyzers.layers import named_layer, numbered
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
-from fsdp2prof.analyzers.ledger.host_rules import steady_pauses
+from fsdp2prof.analyzers.ledger.host_rules import LINE, steady_pauses
 from fsdp2prof.analyzers.ledger.machine import oversubscribed, starved_ranks
 from fsdp2prof.analyzers.ranks.stragglers import LATE_FROM_THE_START
 from fsdp2prof.analyzers.ranks.summary import GARBAGE
@@ -30,6 +31,9 @@ _EXPLAINED = 0.5
 """Part of the waiting for a rank that its additional work has to explain."""
 _UNEVEN_WORK = 0.05
 """Difference of the operations of ranks in one step, from which on their inputs are called uneven."""
+
+_OFTEN_LATE = 0.75
+"""Part of the steps in which a rank has to be late at a line that is called its own."""
 
 _WORKING = ("compute", "host", "host_pause", "fsdp_copy")
 """Causes that a rank with more to do has more of."""
@@ -54,6 +58,7 @@ def enter_waits(book: Book) -> None:
             _straggler(book, late, one)
     _for_loaders(book)
     _for_pauses(book)
+    _for_lines(book)
     if not more:
         _uneven_inputs(book)
     _take_turns(book, late)
@@ -228,6 +233,40 @@ def _for_pauses(book: Book) -> None:
     collecting = {one.rank for one in book.left("garbage_collection")}
     mine = book.take("uneven_ranks", lambda one: one.site == GARBAGE and one.late_rank in collecting)
     book.put_back(replace(one, cause="garbage_collection", site=None, count=0) for one in mine)
+
+
+def _for_lines(book: Book) -> None:
+    """Charge waiting for a rank that is late at one line of the script in most steps to that line.
+
+    On a CPU only, and only where no other rank is ever late at that line: any rank may be at a line that all
+    of them run when the system takes its processor.
+    """
+    if book.on_device:
+        return
+    waited: dict[str, dict[int, Counter[int]]] = defaultdict(lambda: defaultdict(Counter))
+    for one in book.left("uneven_ranks"):
+        if one.why == "host" and one.late_rank is not None and one.site and LINE.search(one.site):
+            waited[_line_of(one.site)][one.late_rank][one.step] += one.ns
+    others = max(1, len(book.analysis.ranks) - 1)
+    large = book.thresholds.cpu_cost_frac * book.total_ns / max(1, book.rank_steps)
+    steps = max(1, book.rank_steps // max(1, len(book.analysis.ranks)))
+    for line, ranks in waited.items():
+        rank, by_step = next(iter(ranks.items()))
+        late = sum(ns >= others * large for ns in by_step.values())
+        if len(ranks) > 1 or late < max(_STEPS_OF_MORE_WORK, _OFTEN_LATE * steps):
+            continue
+        mine = book.take("uneven_ranks", partial(_is_for, rank, line))
+        mine += own_excess(book, mine, rank, by_step.total() / others, ("host_pause", "host"))
+        book.put_back(replace(one, cause="host_pause", site=line, fqn=None, phase="other") for one in mine)
+
+
+def _is_for(rank: int, line: str, one: Charge) -> bool:
+    return one.late_rank == rank and one.why == "host" and _line_of(one.site or "") == line
+
+
+def _line_of(site: str) -> str:
+    """``a.py:7 (g)``, whatever the script calls there (``f() in a.py:7 (g)``)."""
+    return site.rpartition("() in ")[2]
 
 
 def _operations(book: Book) -> dict[int, dict[int, int]]:

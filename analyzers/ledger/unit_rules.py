@@ -375,7 +375,7 @@ def _too_coarse(book: Book) -> None:
         fqn=fqn,
         gain_ns=(gain * (parts - 1) / parts if parts > 1 else gain) if book.on_device else None,
         basis="bound" if book.on_device else "unknown",
-        calm=parts == 1 and not root and not book.on_device,
+        calm=not book.on_device and not root and (parts == 1 or _is_an_item(fqn, shares)),
         known=book.on_device,
         exposed=f"its collectives are exposed for {exposed}"
         if book.on_device
@@ -386,6 +386,16 @@ def _too_coarse(book: Book) -> None:
         + (f", and the first of {parts} units stays exposed" if parts > 1 else ""),
         inside=f": {', '.join(f'`{one}`' for one in large)}" if large else "",
         modules=_modules(large),
+    )
+
+
+def _is_an_item(fqn: str, units: Iterable[str]) -> bool:
+    """Whether a unit is one of several items of a list, as the stages of a network of growing width are."""
+    parent, _, number = fqn.rpartition(".")
+    if not number.isdecimal():
+        return False
+    return any(
+        one != fqn and one.startswith(f"{parent}.") and one.rpartition(".")[2].isdecimal() for one in units
     )
 
 

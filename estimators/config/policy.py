@@ -223,10 +223,10 @@ class PolicySpec:
     loss: Loss = of_training(
         "full",
         Words(words=get_args(LossMode), counted=PIECES),
-        "Cross-entropy over all logits in fp32 or (native) in their own dtype, compiled, fused with the head, or in chunks: K of the sequence, "
-        "recomputed, kept (torchtune) or with their backward at once (torchtitan); of K tokens (TRL); of K "
-        "entries of the vocabulary, or blocks of K by K (prime-rl). logprobs is the loss of reinforcement "
-        "learning; dpo takes pairs, chosen and rejected in one batch.",
+        "Cross-entropy over all logits in fp32 or (native) their own dtype, compiled, fused with the head, "
+        "or in chunks: K of the sequence, recomputed, kept (torchtune) or with their backward at once "
+        "(torchtitan); of K tokens (TRL); of K entries of the vocabulary, or blocks of K by K (prime-rl). "
+        "logprobs is the loss of reinforcement learning; dpo takes pairs, chosen and rejected in one batch.",
         everyday=True,
     )
     keep_logits: KeptLogits | None = of_training(
