@@ -161,7 +161,9 @@ def _predicted(
     reserved = int(recording.segments.size.sum())
     room = None if hardware is None else hardware.memory_bytes - outside_allocator_bytes(mesh, policy).low
     margin = margin or memory_class(mesh, policy)
-    unknown = widest_first(unknowns(on_device, released, reserved, guessed, mesh, policy, room, margin))
+    unknown = widest_first(
+        unknowns(on_device, released, reserved, execution.blocks, bool(guessed), mesh, policy, room, margin)
+    )
     if measured is not None:
         in_use = int(allocated_totals(recording.allocations, recording.events).max())
         unknown = [as_measured(reserved, in_use, measured)]

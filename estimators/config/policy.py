@@ -329,6 +329,13 @@ class PolicySpec:
         "The CUDA caching allocator's segments; if omitted: expandable, with a range that covers both.",
         memory_only=True,
     )
+    fused_kernels: bool = of_software(
+        False,
+        Flag(),
+        "Blocks run other kernels than torch's (Transformer Engine's): the range of memory begins at the "
+        "least that fused ones save.",
+        memory_only=True,
+    )
     record_streams: bool | None = of_software(
         None,
         Flag(unset=True),

@@ -24,6 +24,7 @@ from fsdp2prof.vocabulary import category_label
 _WORDS = {
     "allocator": "allocator segments",
     "compile": "the tensors that the compiler saves",
+    "kernels": "the tensors that fused kernels save",
     "cache": "whether freeing cached blocks makes room",
     RECORD_STREAMS: "how long record_stream holds memory",
     MEASURED: "the measured peak",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from fsdp2prof.estimators.allocator.caching import OutOfMemory, allocator_settings, peak_reserved
-from fsdp2prof.estimators.allocator.cuda_kernels import with_least_saved
+from fsdp2prof.estimators.allocator.cuda_kernels import with_fused_blocks, with_least_saved
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.shares import range_end
@@ -36,7 +36,8 @@ def unknowns(
     recording: MemoryRecording,
     released: MemoryRecording | None,
     reserved: int,
-    guessed: tuple[str, ...],
+    blocks: tuple[str, ...],
+    guessed: bool,
     mesh: MeshSpec,
     policy: PolicySpec,
     room: int | None,
@@ -45,7 +46,7 @@ def unknowns(
     """Yield the unknowns that may move the reserved peak from ``reserved`` bytes.
 
     ``released`` is the recording without the memory that ``record_stream`` holds, where ``recording`` has it.
-    ``guessed`` are the compiled blocks of which it is not known what they save. ``room`` is what a device
+    Where ``guessed``, it is not known what the compiled ``blocks`` save. ``room`` is what a device
     leaves to the allocator, in bytes, ``margin`` the name of the prediction's margin in ``ranges.yaml``.
     """
     if room is not None and reserved > room:
@@ -69,8 +70,19 @@ def unknowns(
             why="the allocator is not given: predicted with expandable segments, the other end with classic "
             "ones, torch's default; say allocator=expandable or classic",
         )
+    if policy.fused_kernels and not guessed:
+        fused = with_fused_blocks(recording, blocks)
+        if policy.ac == "none":
+            fused = with_least_saved(fused, blocks)
+        yield Unknown(
+            name="kernels",
+            low_bytes=_reserved(fused, policy) - reserved,
+            high_bytes=0,
+            why="unknown tensors that fused kernels of the blocks save and use: at most those of torch's "
+            "operators, at least the results of matrix products and attention",
+        )
     if guessed and policy.ac == "none":
-        least = _reserved(with_least_saved(recording, guessed), policy) - reserved
+        least = _reserved(with_least_saved(recording, blocks), policy) - reserved
         yield Unknown(
             name="compile",
             low_bytes=least,

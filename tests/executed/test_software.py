@@ -181,6 +181,21 @@ def test_an_allocator_that_is_not_given_is_a_range() -> None:
     assert range_end(kinds[0]).value > range_end(kinds[1]).value
 
 
+def test_kernels_that_are_not_torchs_may_save_less() -> None:
+    """The prediction stays that of torch's operators; the range begins lower, without checkpointing."""
+    model, mesh = ModelSpec(source="llama2-7b", layers=8), MeshSpec(dp_shard=8)
+    plain, fused = (
+        estimate_memory(
+            model, mesh, PolicySpec(batch_size=4, seq_len=4096, fused_kernels=kernels, allocator="expandable")
+        )
+        for kernels in (False, True)
+    )
+    assert fused.peak.reserved_bytes == plain.peak.reserved_bytes
+    assert fused.reserved_high_bytes == plain.reserved_high_bytes
+    assert fused.reserved_low_bytes < plain.reserved_low_bytes
+    assert "kernels" in [one.name for one in fused.unknowns]
+
+
 def test_an_upper_bound_never_says_that_it_does_not_fit() -> None:
     """Compiled blocks that cannot be traced: without checkpointing the peak is an upper bound.
 

@@ -793,3 +793,12 @@ batch_size = 512
         )
     with pytest.raises(InputError, match="no configuration of a trainer that is known"):
         read(tmp_path, ("lora.yaml", "model: {name: m}\ndata: {seq_length: 4096}"))
+
+
+def test_a_loss_without_upcast_and_foreign_kernels_of_automodel(tmp_path: Path) -> None:
+    """As Automodel's own benchmarks set them."""
+    text = AUTOMODEL.replace("model:\n", "model:\n  backend: {linear: te, rms_norm: te, experts: gmm}\n")
+    target = "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"
+    text += f"loss_fn: {{_target_: {target}, fp32_upcast: false}}\n"
+    policy = read(tmp_path, ("run.yaml", text), world_size=8).values["policy"]
+    assert (policy["loss"], policy["fused_kernels"]) == ("native", True)

@@ -162,6 +162,7 @@ def _sharding(run: Reading) -> None:
     kernels = [run.get(f"model.backend.{name}") for name in ("linear", "rms_norm", "experts")]
     others = [f"{one.key} = {one.value}" for one in kernels if one.word() and "torch" not in one.word()]
     if others:
+        run.set("fused_kernels", True, *(one for one in kernels if one.word() and "torch" not in one.word()))
         run.notes.append(f"{', '.join(others)}: torch's kernels are estimated instead")
     liger = run.get("model.use_liger_kernel")
     if liger.given and not is_on(liger):
