@@ -41,6 +41,7 @@ from fsdp2prof.estimators.config.shares import range_end
 from fsdp2prof.estimators.config.stacks import with_stack
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.catalog import builtin_config
+from fsdp2prof.estimators.simulate.program import has_experts
 from fsdp2prof.estimators.step import prior_of, program_of, sensitivities, simulate_program
 from fsdp2prof.estimators.verdict.memory_range import PREDICTION, memory_class
 from fsdp2prof.estimators.verdict.step_range import speed_class
@@ -183,9 +184,14 @@ def _peaks(
 ) -> Iterator[Row]:
     """A row as its stack says it, and as somebody describes it who does not know the software."""
     yield _peak(name, source, model, mesh, policy, float(published_gib))
-    if memory_class(mesh, policy) == "memory_with_software_stated":
+    if _class_of(model, mesh, policy) == "memory_with_software_stated":
         unknown = replace(policy, **_UNKNOWN_SOFTWARE)
         yield _peak(f"{name}?", source, model, mesh, unknown, float(published_gib))
+
+
+def _class_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> str:
+    has_experts = builtin_config(model.source).experts is not None
+    return memory_class(mesh, policy, has_experts=has_experts)
 
 
 _UNKNOWN_SOFTWARE: dict[str, Any] = {
@@ -224,7 +230,7 @@ def _memory(
     return Outcome(
         id=name,
         source=source,
-        kind=memory_class(mesh, policy),
+        kind=_class_of(model, mesh, policy),
         error=peak / published - 1,
         score=max(least - published, published - most, 0) / peak,
         unit=1.0,
@@ -258,7 +264,7 @@ def _speed(found: dict[str, str]) -> Outcome:
     return Outcome(
         id=found["id"],
         source=_short(found["source"]),
-        kind=speed_class(row.mesh, row.policy, row.cluster.hardware),
+        kind=speed_class(row.mesh, row.policy, row.cluster.hardware, experts=has_experts(program)),
         error=made.step_ns / published_ns - 1,
         score=score,
         unit=(high - made.step_ns) / made.step_ns,

@@ -38,6 +38,7 @@ PARTS = {
     "H100-SXM": "h100-sxm",
     "H200": "h200",
     "GB200": "gb200",
+    "GB300": "gb300",
     "A100-40": "a100-40gb",
     "A100-SXM-40": "a100-40gb",
     "A100": "a100-80gb",
@@ -60,7 +61,7 @@ STACKS = {
 }
 """The software of each source, by the beginning of its name, the first that fits."""
 
-FOUR_A_NODE = ("Perlmutter", "Kempner", "GB200")
+FOUR_A_NODE = ("Perlmutter", "Kempner", "GB200", "GB300")
 """Words of a row's accelerator that say that its nodes have four."""
 
 CUDNN_FIRST = ("b200", "b200-750w")
@@ -106,8 +107,6 @@ class Row:
 
 def read(row: dict[str, str]) -> Row:
     """Understand a row. Raises ``ModelError`` with the reason why it cannot be predicted."""
-    if "ep=" in row["mesh"] and "ep=1" not in row["mesh"]:
-        raise ModelError("expert parallelism is not modelled")
     if row["ac"] in UNSAID or not row["batch_per_gpu"].isdecimal():
         raise ModelError("its checkpointing or its batch per GPU is not published")
     sizes = (part for part in row["mesh"].split() if "=" in part)

@@ -116,7 +116,17 @@ def predict_memory(
         told.append(built.tensor_parallel.note)
     told = assumptions(told, mesh, policy)
     guessed = execution.blocks if why_guessed is not None else ()
-    return _predicted(execution, told, mesh, policy, hardware, measured, guessed=guessed, padding=padding)
+    return _predicted(
+        execution,
+        told,
+        mesh,
+        policy,
+        hardware,
+        measured,
+        guessed=guessed,
+        padding=padding,
+        margin=memory_class(mesh, policy, has_experts=bool(built.experts)),
+    )
 
 
 def _predicted(
@@ -160,7 +170,7 @@ def _predicted(
     )
     reserved = int(recording.segments.size.sum())
     room = None if hardware is None else hardware.memory_bytes - outside_allocator_bytes(mesh, policy).low
-    margin = margin or memory_class(mesh, policy)
+    margin = margin or memory_class(mesh, policy, has_experts=False)
     unknown = widest_first(
         unknowns(on_device, released, reserved, execution.blocks, bool(guessed), mesh, policy, room, margin)
     )

@@ -123,6 +123,11 @@ class Program:
     """Why compiled blocks were captured uncompiled, and what the compiler fuses is guessed."""
 
 
+def has_experts(program: Program) -> bool:
+    """Whether a mixture of experts runs: its experts' products are grouped ones."""
+    return any(isinstance(one, Kernel) and one.op.endswith("grouped_mm") for one in program.commands)
+
+
 WITHOUT_GRADIENTS = "fsdp2prof::without_gradients"
 """Range around each forward of a model that runs forward only."""
 

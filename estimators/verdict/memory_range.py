@@ -138,8 +138,10 @@ def as_measured(reserved: int, in_use: int, measured: MeasuredPeaks) -> Unknown:
     )
 
 
-def memory_class(mesh: MeshSpec, policy: PolicySpec) -> str:
+def memory_class(mesh: MeshSpec, policy: PolicySpec, *, has_experts: bool) -> str:
     """Return the name in ``ranges.yaml`` of the margin of a run."""
+    if has_experts:
+        return "memory_of_experts"
     if mesh.tp > 1 and policy.float8 is not None:
         return "memory_of_tensor_parallel_float8"
     stated = None not in (policy.torch, policy.allocator)

@@ -17,7 +17,7 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.shares import RangeEnd, range_end
 from fsdp2prof.estimators.simulate.micro_batches import CAPTURED_MICRO_BATCHES, captured_policy, repeated
-from fsdp2prof.estimators.simulate.program import Kernel, Program
+from fsdp2prof.estimators.simulate.program import Kernel, Program, has_experts
 from fsdp2prof.estimators.simulate.streams import host_tail_ns, simulate
 from fsdp2prof.estimators.techniques.registry import notes_of
 from fsdp2prof.estimators.timeline.calibrated import PlacedCosts
@@ -49,11 +49,13 @@ class _End:
     """The part with the attention kernel that runs."""
 
 
-def speed_class(mesh: MeshSpec, policy: PolicySpec, hardware: HardwareSpec) -> str:
+def speed_class(mesh: MeshSpec, policy: PolicySpec, hardware: HardwareSpec, *, experts: bool = False) -> str:
     """Return the name in ``ranges.yaml`` of the margin of a run.
 
     The rows behind the margins of known software train all parameters, so adapters have the wider one.
     """
+    if experts:
+        return "speed_of_experts"
     if policy.torch is None or policy.lora is not None:
         return "speed_with_software_open"
     if not hardware.is_tried and hardware.host_operator_ns is None:  # `bench` measures it with all rates
@@ -61,9 +63,9 @@ def speed_class(mesh: MeshSpec, policy: PolicySpec, hardware: HardwareSpec) -> s
     return "speed_of_divided_models" if _is_divided(mesh) else "speed_of_sharded_models"
 
 
-def margin_of(mesh: MeshSpec, policy: PolicySpec, hardware: HardwareSpec) -> RangeEnd:
+def margin_of(mesh: MeshSpec, policy: PolicySpec, hardware: HardwareSpec, *, experts: bool) -> RangeEnd:
     """Return the margin of a run; of a divided model on an untried part the larger one of slower steps."""
-    name = speed_class(mesh, policy, hardware)
+    name = speed_class(mesh, policy, hardware, experts=experts)
     margin, divided = range_end(name), range_end("speed_of_divided_models")
     if name != "speed_on_untried_parts" or not _is_divided(mesh) or divided.value <= margin.value:
         return margin
@@ -108,7 +110,7 @@ def range_of(
     kind, harsh = _ends(costs.cluster, hardware if kernel is None else part.with_attention(kernel))
     low = min(_step_ns(program, costs, kind), step_ns)
     high = max(_step_ns(program, costs, harsh), step_ns)
-    margin = margin_of(costs.mesh, policy, hardware)
+    margin = margin_of(costs.mesh, policy, hardware, experts=has_experts(program))
     fast = margin.value if margin.fast is None else margin.fast
     return StepRange(
         low_ns=max(1, round(step_ns * (low / max(1, step_ns)) ** fast)) + bubble_ns,
@@ -269,7 +271,7 @@ def _not_modelled(mesh: MeshSpec, policy: PolicySpec, program: Program, kind: st
             "experts' rows exchanged by NCCL's all-to-all: with DeepEP or HybridEP published rates differ "
             "from predicted ones by up to 42 %"
         )
-    elif any(isinstance(one, Kernel) and one.op.endswith("grouped_mm") for one in program.commands):
+    elif has_experts(program):
         notes.append(
             "grouped products of experts as one product each: without expert parallelism published steps "
             "took 1.38 to 1.42 times as long"

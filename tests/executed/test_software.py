@@ -192,6 +192,8 @@ def test_kernels_that_are_not_torchs_may_save_less() -> None:
     )
     assert fused.peak.reserved_bytes == plain.peak.reserved_bytes
     assert fused.reserved_high_bytes == plain.reserved_high_bytes
+    assert fused.reserved_low_bytes is not None
+    assert plain.reserved_low_bytes is not None
     assert fused.reserved_low_bytes < plain.reserved_low_bytes
     assert "kernels" in [one.name for one in fused.unknowns]
 
