@@ -346,6 +346,10 @@ def _below_the_knee(book: Book) -> set[str]:
     return layers if many and book.on_device else set()
 
 
+_STAGE_GROWTH = 6
+"""How many times the parameters of the stage before a stage has at most: four where channels double."""
+
+
 def _too_coarse(book: Book) -> None:
     """Enter one unit with most parameters: no layer can run while it is gathered."""
     shares = _payload_shares(book)
@@ -375,7 +379,7 @@ def _too_coarse(book: Book) -> None:
         fqn=fqn,
         gain_ns=(gain * (parts - 1) / parts if parts > 1 else gain) if book.on_device else None,
         basis="bound" if book.on_device else "unknown",
-        calm=not book.on_device and not root and (parts == 1 or _is_an_item(fqn, shares)),
+        calm=not book.on_device and not root and (parts == 1 or _is_a_stage(fqn, shares)),
         known=book.on_device,
         exposed=f"its collectives are exposed for {exposed}"
         if book.on_device
@@ -389,14 +393,15 @@ def _too_coarse(book: Book) -> None:
     )
 
 
-def _is_an_item(fqn: str, units: Iterable[str]) -> bool:
-    """Whether a unit is one of several items of a list, as the stages of a network of growing width are."""
+def _is_a_stage(fqn: str, shares: Mapping[str, tuple[int, float]]) -> bool:
+    """Whether a unit is an item of a list that has another one not much smaller."""
     parent, _, number = fqn.rpartition(".")
-    if not number.isdecimal():
-        return False
-    return any(
-        one != fqn and one.startswith(f"{parent}.") and one.rpartition(".")[2].isdecimal() for one in units
+    items = (
+        payload
+        for one, (payload, _) in shares.items()
+        if one != fqn and one.rpartition(".")[0] == parent and one.rpartition(".")[2].isdecimal()
     )
+    return number.isdecimal() and max(items, default=0) * _STAGE_GROWTH >= shares[fqn][0]
 
 
 def _parts(book: Book, fqn: str) -> int:
