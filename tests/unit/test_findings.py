@@ -364,11 +364,15 @@ def test_what_the_script_hands_to_fsdp_is_told_on_a_cpu_too() -> None:
     assert "reduced_every_micro_batch" not in found
     halves = [row(fqn, "all_gather", "forward", 4) for fqn in ("a", "b")]
     assert "wrapping_too_coarse" not in {one.id for one in find(replace(analysis, groups=halves))}
+    for before, coarse in ((2, False), (1, True)):
+        sizes = enumerate((1, before, 8))
+        stages = [row(f"stages.{i}", "all_gather", "forward", size) for i, size in sizes]
+        assert ("wrapping_too_coarse" in {one.id for one in find(replace(analysis, groups=stages))}) is coarse
     alone = [row("", "all_gather", "forward", 8), row("", "reduce_scatter", "backward", 8)]
-    (coarse,) = [f for f in find(replace(analysis, groups=alone)) if f.id == "wrapping_too_coarse"]
-    assert "All parameters (7.63 MiB) are in one FSDP unit" in coarse.message
+    (whole,) = [f for f in find(replace(analysis, groups=alone)) if f.id == "wrapping_too_coarse"]
+    assert "All parameters (7.63 MiB) are in one FSDP unit" in whole.message
     windows = sum(len(rank.steps) for rank in analysis.ranks)
-    assert number(coarse, "cost_ns_per_step") == (20 + 20) * MS // windows  # the gather's and the reduction's
+    assert number(whole, "cost_ns_per_step") == (20 + 20) * MS // windows  # the gather's and the reduction's
 
 
 def reduced_thrice() -> TraceAnalysis:

@@ -322,6 +322,23 @@ def test_workers_are_proposed_where_there_are_none(why: str | None, begins: str)
     assert first.remedy.change.startswith(begins)
 
 
+@pytest.mark.parametrize("of_both", [False, True])
+def test_a_rank_that_is_late_at_its_own_line_is_named_for_it_on_a_cpu(of_both: bool) -> None:
+    """Small calls of one line, none of them a pause; a line at which either rank is late is no rank's own."""
+    late = {"cause": "uneven_ranks", "why": "host", "detail": "its host was elsewhere", "ns": 10 * MS}
+    found = [
+        {**late, "rank": 1, "late_rank": 0, "site": "histogram() in train.py:7 (log)"},
+        {**late, "rank": 1, "late_rank": 0, "site": "percentile() in train.py:7 (log)"},
+        {"cause": "host", "rank": 0, "ns": 20 * MS},
+    ]
+    if of_both:
+        found.append({**late, "ns": MS, "rank": 0, "late_rank": 1, "site": "train.py:7 (log)"})
+    named = [one for one in told(ledger_of(found, device="cpu")) if one.id == "straggler"]
+    assert [(one.rank, one.evidence["site"]) for one in named] == (
+        [] if of_both else [(0, "train.py:7 (log)")]
+    )
+
+
 @pytest.mark.parametrize(("waiting_ms", "named"), [(0, True), (10, False)])
 def test_one_long_pause_counts_beyond_the_waiting_for_a_processor(waiting_ms: int, named: bool) -> None:
     """Rank 0 pauses for 20 of 50 ms in its first step alone."""
