@@ -332,9 +332,7 @@ class PolicySpec:
     fused_kernels: bool = of_software(
         False,
         Flag(),
-        "Blocks run other kernels than torch's (Transformer Engine's): the range of memory begins at the "
-        "least that fused ones save.",
-        memory_only=True,
+        "Blocks run other kernels than torch's (Transformer Engine's): ranges begin at what fused ones save.",
     )
     record_streams: bool | None = of_software(
         None,

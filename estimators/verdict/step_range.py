@@ -54,6 +54,8 @@ def speed_class(mesh: MeshSpec, policy: PolicySpec, hardware: HardwareSpec, *, e
 
     The rows behind the margins of known software train all parameters, so adapters have the wider one.
     """
+    if policy.fused_kernels:
+        return "speed_of_fused_kernels"
     if experts:
         return "speed_of_experts"
     if policy.torch is None or policy.lora is not None:
