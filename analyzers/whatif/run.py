@@ -102,7 +102,7 @@ def prepare(job: Job) -> Ran:
             before.append(one)
         program.waits = found
         _set_boundary(program)
-    if len(job) == 1:  # nobody to meet: every activity is where it was
+    if len(job) == 1:  # without other ranks every activity stays where it was recorded
         return Ran([_recorded(job[0])])
     while (recorded := run(job)).unmet:
         for program in job:

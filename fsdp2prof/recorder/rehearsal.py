@@ -162,7 +162,7 @@ def _count_from_now() -> None:
 
     settings = Settings.from_environment()
     if settings is not None and Schedule(settings.options).kind(0) == "memory":
-        guard.run("memory", count_from_now, "cpu", stacks=settings.options.stacks)
+        guard.run("memory", count_from_now, stacks=settings.options.stacks)
 
 
 def _forgetting_first(swap: Callable[..., None]) -> Callable[..., None]:

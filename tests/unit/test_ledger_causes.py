@@ -324,7 +324,7 @@ def test_workers_are_proposed_where_there_are_none(why: str | None, begins: str)
 
 @pytest.mark.parametrize("of_both", [False, True])
 def test_a_rank_that_is_late_at_its_own_line_is_named_for_it_on_a_cpu(of_both: bool) -> None:
-    """Small calls of one line, none of them a pause; a line at which either rank is late is no rank's own."""
+    """Many short calls in one line. A line where either rank may be late belongs to neither."""
     late = {"cause": "uneven_ranks", "why": "host", "detail": "its host was elsewhere", "ns": 10 * MS}
     found = [
         {**late, "rank": 1, "late_rank": 0, "site": "histogram() in train.py:7 (log)"},

@@ -77,8 +77,9 @@ def memory_capture(
     return CpuMemoryCapture(folder / STORAGE_COUNT_FILE, device_type, stacks=stacks)
 
 
-def count_from_now(device_type: str, *, stacks: bool) -> None:
+def count_from_now(*, stacks: bool) -> None:
     """Begin the count of a rehearsal before its first step: the segments that construction leaves stay."""
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
     _begun[device_type] = _tracker(device_type, stacks=stacks)
     _begun[device_type].start()
 
