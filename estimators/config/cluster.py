@@ -120,8 +120,8 @@ class Cluster:
             return Placement(ranks=ranks, nodes=1, per_node=ranks, groups_per_node=1)
         if self.network is None:
             raise ModelError(
-                f"{ranks} ranks {stride} apart need more than one node of {self.gpus_per_node} GPUs: "
-                "name what connects them with --network"
+                f"{span} ranks are more than one node of {self.gpus_per_node} GPUs: name the network "
+                "between nodes (--network 400gb-ib), or say that a node is larger (--gpus-per-node)"
             )
         per_node = max(1, self.gpus_per_node // stride)
         return Placement(
