@@ -12,7 +12,7 @@ from fsdp2prof.analyzers.layers import named_layer, numbered
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.host_rules import LINE, steady_pauses
-from fsdp2prof.analyzers.ledger.machine import oversubscribed, starved_ranks
+from fsdp2prof.analyzers.ledger.machine import oversubscribed, starved_ranks, waits_for_processors
 from fsdp2prof.analyzers.ranks.stragglers import LATE_FROM_THE_START
 from fsdp2prof.analyzers.ranks.summary import GARBAGE
 from fsdp2prof.results.communication import LateRank, LateRanks
@@ -239,7 +239,7 @@ def _for_lines(book: Book) -> None:
     """Charge waiting for a rank that is late at one line of the script in most steps to that line.
 
     On a CPU only, and only where no other rank is ever late at that line: any rank may be at a line that all
-    of them run when the system takes its processor.
+    of them run when the system takes its processor. What it waited for one does not count.
     """
     if book.on_device:
         return
@@ -252,7 +252,8 @@ def _for_lines(book: Book) -> None:
     steps = max(1, book.rank_steps // max(1, len(book.analysis.ranks)))
     for line, ranks in waited.items():
         rank, by_step = next(iter(ranks.items()))
-        late = sum(ns >= others * large for ns in by_step.values())
+        starved = waits_for_processors(book.manifests)
+        late = sum(ns / others - starved.get((rank, step), 0) >= large for step, ns in by_step.items())
         if len(ranks) > 1 or late < max(_STEPS_OF_MORE_WORK, _OFTEN_LATE * steps):
             continue
         mine = book.take("uneven_ranks", partial(_is_for, rank, line))

@@ -322,9 +322,16 @@ def test_workers_are_proposed_where_there_are_none(why: str | None, begins: str)
     assert first.remedy.change.startswith(begins)
 
 
-@pytest.mark.parametrize("of_both", [False, True])
-def test_a_rank_that_is_late_at_its_own_line_is_named_for_it_on_a_cpu(of_both: bool) -> None:
-    """Many short calls in one line. A line where either rank may be late belongs to neither."""
+@pytest.mark.parametrize(
+    ("of_both", "waiting_ms", "named"), [(False, 0, True), (True, 0, False), (False, 19, False)]
+)
+def test_a_rank_that_is_late_at_its_own_line_is_named_for_it_on_a_cpu(
+    of_both: bool, waiting_ms: int, named: bool
+) -> None:
+    """Many short calls in one line. A line where either rank may be late belongs to neither.
+
+    Rank 1 waits 20 ms of each step; where rank 0 waited 19 for a processor, that is why.
+    """
     late = {"cause": "uneven_ranks", "why": "host", "detail": "its host was elsewhere", "ns": 10 * MS}
     found = [
         {**late, "rank": 1, "late_rank": 0, "site": "histogram() in train.py:7 (log)"},
@@ -333,10 +340,13 @@ def test_a_rank_that_is_late_at_its_own_line_is_named_for_it_on_a_cpu(of_both: b
     ]
     if of_both:
         found.append({**late, "ns": MS, "rank": 0, "late_rank": 1, "site": "train.py:7 (log)"})
-    named = [one for one in told(ledger_of(found, device="cpu")) if one.id == "straggler"]
-    assert [(one.rank, one.evidence["site"]) for one in named] == (
-        [] if of_both else [(0, "train.py:7 (log)")]
-    )
+    waits = [
+        HostStep(step=one.step, cpu_time_ns=1, main_thread_cpu_ns=MS, main_thread_waiting_ns=waiting_ms * MS)
+        for one in trace_analysis().ranks[0].steps
+    ]
+    ledger = ledger_of(found, [RankManifest(rank=0, host_steps=waits)], device="cpu")
+    own = [one for one in told(ledger) if one.id == "straggler"]
+    assert [(one.rank, one.evidence["site"]) for one in own] == ([(0, "train.py:7 (log)")] if named else [])
 
 
 @pytest.mark.parametrize(("waiting_ms", "named"), [(0, True), (10, False)])
