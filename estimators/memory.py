@@ -139,11 +139,11 @@ def _predicted(
     *,
     guessed: tuple[str, ...] = (),
     padding: Remedy | None = None,
-    margin: str | None = None,
+    margin: str,
 ) -> MemoryPrediction:
     """Replay an execution on a device. ``guessed`` are compiled blocks of which only a bound is known.
 
-    ``margin`` names the prediction's in ``ranges.yaml``, if not that of published runs.
+    ``margin`` names the prediction's in ``ranges.yaml``.
     """
     as_cuda = as_on_cuda(execution.recording, execution.host, of_plain_tensors=mesh.tp == 1)
     on_device = as_in_torch(as_cuda, policy.rules)
@@ -170,7 +170,6 @@ def _predicted(
     )
     reserved = int(recording.segments.size.sum())
     room = None if hardware is None else hardware.memory_bytes - outside_allocator_bytes(mesh, policy).low
-    margin = margin or memory_class(mesh, policy, has_experts=False)
     unknown = widest_first(
         unknowns(on_device, released, reserved, execution.blocks, bool(guessed), mesh, policy, room, margin)
     )

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import msgspec
-
 from fsdp2prof.estimators.config import shares
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec
@@ -50,14 +48,17 @@ class _End:
 
 
 def speed_class(mesh: MeshSpec, policy: PolicySpec, hardware: HardwareSpec, *, experts: bool = False) -> str:
-    """Return the name in ``ranges.yaml`` of the margin of a run.
+    """Return the name in ``ranges.yaml`` of the margin that a published run of this kind bears on."""
+    if policy.fused_kernels:
+        return "speed_of_fused_kernels"
+    return "speed_of_experts" if experts else _dense_class(mesh, policy, hardware)
+
+
+def _dense_class(mesh: MeshSpec, policy: PolicySpec, hardware: HardwareSpec) -> str:
+    """Return the class of a dense model that runs torch's kernels.
 
     The rows behind the margins of known software train all parameters, so adapters have the wider one.
     """
-    if policy.fused_kernels:
-        return "speed_of_fused_kernels"
-    if experts:
-        return "speed_of_experts"
     if policy.torch is None or policy.lora is not None:
         return "speed_with_software_open"
     if not hardware.is_tried and hardware.host_operator_ns is None:  # `bench` measures it with all rates
@@ -66,13 +67,19 @@ def speed_class(mesh: MeshSpec, policy: PolicySpec, hardware: HardwareSpec, *, e
 
 
 def margin_of(mesh: MeshSpec, policy: PolicySpec, hardware: HardwareSpec, *, experts: bool) -> RangeEnd:
-    """Return the margin of a run; of a divided model on an untried part the larger one of slower steps."""
-    name = speed_class(mesh, policy, hardware, experts=experts)
-    margin, divided = range_end(name), range_end("speed_of_divided_models")
-    if name != "speed_on_untried_parts" or not _is_divided(mesh) or divided.value <= margin.value:
-        return margin
-    source = f"{margin.source}; slower steps: {divided.source}"
-    return msgspec.structs.replace(margin, value=divided.value, source=source)
+    """Return the margin of a run: of every class that it belongs to the larger one, on either side."""
+    names = [_dense_class(mesh, policy, hardware), speed_class(mesh, policy, hardware, experts=experts)]
+    if names[0] == "speed_on_untried_parts" and _is_divided(mesh):
+        names.append("speed_of_divided_models")
+    ends = [range_end(name) for name in names]
+    slow, fast = max(ends, key=lambda end: end.value), max(ends, key=_faster)
+    source = slow.source if slow is fast else f"{fast.source}; slower steps: {slow.source}"
+    return RangeEnd(value=slow.value, fast=_faster(fast), source=source)
+
+
+def _faster(margin: RangeEnd) -> float:
+    """Return the margin of faster steps."""
+    return margin.value if margin.fast is None else margin.fast
 
 
 def _is_divided(mesh: MeshSpec) -> bool:
@@ -113,9 +120,8 @@ def range_of(
     low = min(_step_ns(program, costs, kind), step_ns)
     high = max(_step_ns(program, costs, harsh), step_ns)
     margin = margin_of(costs.mesh, policy, hardware, experts=has_experts(program))
-    fast = margin.value if margin.fast is None else margin.fast
     return StepRange(
-        low_ns=max(1, round(step_ns * (low / max(1, step_ns)) ** fast)) + bubble_ns,
+        low_ns=max(1, round(step_ns * (low / max(1, step_ns)) ** _faster(margin))) + bubble_ns,
         high_ns=round(step_ns + margin.value * (high - step_ns)) + bubble_ns,
         unknown=[
             *([] if kernel is None else [f"attention may be that of {kernel}"]),
@@ -129,9 +135,9 @@ def range_of(
 
 def _margin_in_words(margin: RangeEnd, *, is_narrower_with_torch: bool) -> str:
     narrower = "; stating torch (--torch) narrows it" if is_narrower_with_torch else ""
-    fast = margin.value if margin.fast is None else margin.fast
     return (
-        f"the range is {margin.value:g} times as wide as these make it towards slower steps, {fast:g} times "
+        f"the range is {margin.value:g} times as wide as these make it towards slower steps, "
+        f"{_faster(margin):g} times "
         f"towards faster ones: {margin.source}{narrower}"
     )
 
