@@ -148,16 +148,13 @@ def _seen_cause(before: list[Activity], one: Activity) -> Activity | None:
 
 def dependencies(program: RankProgram) -> Iterator[tuple[Point, list[Activity]]]:
     """Walk a prepared program: each point, with what the activity that it launches waits for beside it."""
-    state = _Streams(program, Pace())
+    waits = program.waits or {}
     for point in program.points:
-        state.pass_point(point)
         one = point.launches
-        if one is None:
-            yield point, []
-            continue
-        causes = [other for rule, other in state.waits_of(one) if rule not in one.rules]
-        yield point, [*causes, *one.after]
-        state.launch(one)
+        followed = (
+            [] if one is None else [*(other for beside, other in waits[one.index] if not beside), *one.after]
+        )
+        yield point, followed
 
 
 def run(job: Job, pace: Pace | None = None) -> Ran:

@@ -142,7 +142,7 @@ class _Writer:
     def _given_bytes(self, one: Activity) -> int:
         if one.payload_bytes < 0:
             raise InputError(
-                f"rank {self.program.rank}: the size of an {op_label(one.op)} of {layer_name(one.fqn)} is "
+                f"rank {self.program.rank}: the size of the {op_label(one.op)} of {layer_name(one.fqn)} is "
                 "not in the trace: record with --shapes"
             )
         gathers = one.op == "all_gather" and one.group_size > 0
