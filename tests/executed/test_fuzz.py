@@ -93,7 +93,8 @@ def test_few(documents: Callable[[str], tuple[Path, Any]]) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_many(documents: Callable[[str], tuple[Path, Any]], name: str) -> None:
     found = check(documents, [name], -(-MANY // len(KINDS)))
-    assert set(found) == {f"{name} {how}" for how in ("used", "refused")}
+    assert found[f"{name} refused"], "nothing was spoiled"
+    assert found[f"{name} used"] or name == "gzip", "its checksum finds whatever is spoiled in a gzip file"
 
 
 @pytest.mark.parametrize("name", KINDS)
