@@ -232,7 +232,8 @@ def fake_tensors(
 
     With ``allow_real`` an operator may be given real tensors, which then stand for fake ones of their shape;
     without, that is an error. With ``follow_values`` what is computed of constants alone has its true value.
-    With ``fused_rms_norm`` torch's RMSNorm runs as the one kernel that a GPU has for it.
+    With ``fused_rms_norm`` torch's RMSNorm runs as the one kernel that a GPU has for it. Attention is
+    one kernel wherever a GPU has one.
     """
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -265,6 +266,9 @@ def fake_tensors(
             composed = F.rms_norm
             stack.callback(setattr, F, "rms_norm", composed)
             F.rms_norm = _as_one_kernel(composed)
+        attend = F.scaled_dot_product_attention
+        stack.callback(setattr, F, "scaled_dot_product_attention", attend)
+        F.scaled_dot_product_attention = _as_fused_attention(attend)
         if follow_values:
             stack.callback(setattr, FakeTensor, "tolist", FakeTensor.tolist)
             FakeTensor.tolist = _listed  # type: ignore[method-assign, assignment]
@@ -306,6 +310,49 @@ def _as_one_kernel(composed: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return composed(input, normalized_shape, weight, eps)
 
     return rms_norm
+
+
+def _as_fused_attention(host: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``F.scaled_dot_product_attention`` for fake tensors, by the kernel that a GPU chooses.
+
+    The host's fused kernel refuses dropout, values narrower than keys and a mask that is trained; the scores
+    of all pairs would then be counted, which a GPU's kernels do not keep.
+    Source: ``use_flash_attention_cpp`` and ``can_use_mem_efficient_attention`` of torch's sdp_utils.
+    """
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        flash = torch._C._get_flash_sdp_enabled()
+        others = torch._C._get_mem_efficient_sdp_enabled() or torch._C._get_cudnn_sdp_enabled()
+        if isinstance(query, FakeTensor) and (flash or others):
+            dropout_p = 0.0
+            same_heads = query.ndim == 4 and query.shape[1] == key.shape[1] == value.shape[1]
+            trained = attn_mask is not None and attn_mask.requires_grad
+            if same_heads and (not flash or trained or value.shape[-1] != key.shape[-1]):
+                kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+                bias, keeps = _bias(attn_mask, query, key), torch.is_grad_enabled()
+                out: Tensor = kernel(query, key, value, bias, keeps, 0.0, is_causal, scale=scale)[0]
+                return out
+        return host(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    return attend
+
+
+def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """What is added to the scores (B, H, S, T) for a mask, as the kernel takes it."""
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
+    return mask.expand(*query.shape[:3], key.shape[2])
 
 
 def _listed(tensor: FakeTensor) -> Any:

@@ -136,18 +136,10 @@ class LatentAttention(nn.Module):
         keys_values = self.wkv_b(self.kv_norm(latent)).view(batch, seq, -1, nope + value)
         k_nope, xv = keys_values.split([nope, value], dim=-1)
         xk = torch.cat([k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)], dim=-1)
-        out = _attend(xq.transpose(1, 2), xk.transpose(1, 2), xv.transpose(1, 2))
+        queries, keys, values = (heads.transpose(1, 2) for heads in (xq, xk, xv))
+        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         projected: Tensor = self.wo(out.transpose(1, 2).contiguous().view(batch, seq, -1))
         return projected
-
-
-def _attend(xq: Tensor, xk: Tensor, xv: Tensor) -> Tensor:
-    """Causal attention whose values may be narrower than its keys."""
-    if is_fake(xq):
-        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-        out: Tensor = kernel(xq, xk, xv, None, True, is_causal=True)[0]
-        return out
-    return F.scaled_dot_product_attention(xq, xk, xv, is_causal=True)
 
 
 class FeedForward(nn.Module):
