@@ -17,7 +17,7 @@ from fsdp2prof.analyzers.ledger.replayed import that_fit, with_room
 from fsdp2prof.analyzers.ledger.thresholds import cost_frac
 from fsdp2prof.analyzers.ledger.words import NOTHING, unrecorded_sentence
 from fsdp2prof.analyzers.means import known_sum
-from fsdp2prof.analyzers.steps import unrecorded_step
+from fsdp2prof.analyzers.steps import unrecorded_step, waited_for
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import MeshInfo, ParamGroupInfo, RankManifest
 from fsdp2prof.results.finding import SEVERITIES, Finding
@@ -233,6 +233,18 @@ _NOT_HERE = frozenset({"nothing_sharded", "ranks_missing"})
 """Findings of ``check`` about a recording that is not complete, which the ranks' table shows."""
 
 
+def _timed(run: RunSummary, trace: TraceAnalysis) -> RunSummary:
+    """Leave out the unrecorded steps that the traces show to be the host's time alone."""
+    traced = {rank.rank: rank for rank in trace.ranks}
+    ranks = [
+        replace(one, unrecorded_step=waited_for(one.unrecorded_step, [traced[one.rank]]))
+        if one.rank in traced
+        else one
+        for one in run.ranks
+    ]
+    return replace(run, ranks=ranks, unrecorded_step=waited_for(run.unrecorded_step, trace.ranks))
+
+
 def combine(
     run: RunSummary,
     trace: TraceAnalysis | None,
@@ -245,6 +257,8 @@ def combine(
     ``setup`` is what ``check`` finds. Memory is advised on where it is tight, or leaks.
     """
     tight = memory is not None and _is_tight(memory)
+    if trace is not None:
+        run = _timed(run, trace)
     if trace is not None and _has_room(memory):
         trace = with_room(trace)
     if trace is not None and (free := _free_bytes(memory)) is not None:

@@ -203,6 +203,20 @@ def unrecorded_step(ranks: Iterable[Sequence[StepInfo | StepTime]]) -> Unrecorde
     )
 
 
+_CAN_VARY = 0.95
+"""Part of what the device computes in a traced step that an unrecorded one may take on the host's clock."""
+
+
+def waited_for(step: UnrecordedStep | None, ranks: Sequence[RankTrace]) -> UnrecordedStep | None:
+    """Return the unrecorded step, None where its time is the host's alone.
+
+    A host that launches faster than the device computes runs ahead of it, by all steps of a short run: its
+    clock then shows how long launching takes. No step is shorter than what the device computes in it.
+    """
+    computed = [one.breakdown_ns.compute for rank in ranks if rank.device_type != "cpu" for one in rank.steps]
+    return None if step and computed and step.median_ns < _CAN_VARY * median(computed) else step
+
+
 def added_ns(step: UnrecordedStep | None) -> float:
     """Return what tracing added to a step; 0 where that is unknown or nothing."""
     if step is None or step.traced_median_ns is None:

@@ -27,7 +27,7 @@ from fsdp2prof.analyzers.compare.times import (
 )
 from fsdp2prof.analyzers.layers import family_name, fold_alike, in_phase, named_layer
 from fsdp2prof.analyzers.means import known_sum
-from fsdp2prof.analyzers.steps import unrecorded_step
+from fsdp2prof.analyzers.steps import unrecorded_step, waited_for
 from fsdp2prof.errors import InputError
 from fsdp2prof.results.comparison import (
     CommChange,
@@ -246,9 +246,10 @@ def _spreads(before: Side, after: Side) -> tuple[StepSpread | None, StepSpread |
 
 def unrecorded_of(side: Side) -> UnrecordedStep | None:
     """Return the steps that pay for no recording, over all ranks."""
+    step = None if side.trace is None else side.trace.unrecorded_step
     if side.run is not None:
-        return unrecorded_step(rank.steps for rank in side.run.ranks)
-    return None if side.trace is None else side.trace.unrecorded_step
+        step = unrecorded_step(rank.steps for rank in side.run.ranks)
+    return step if side.trace is None else waited_for(step, side.trace.ranks)
 
 
 def _rank_pairs(before: Mapping[int, Peak], after: Mapping[int, Peak]) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ from fsdp2prof.analyzers.means import mean
 from fsdp2prof.analyzers.ranks import comparison as ranks
 from fsdp2prof.analyzers.ranks import summary as rank_summary
 from fsdp2prof.analyzers.ranks.summary import DeviceWork, RankSummary
-from fsdp2prof.analyzers.steps import Window, unrecorded_step, window_count
+from fsdp2prof.analyzers.steps import Window, unrecorded_step, waited_for, window_count
 from fsdp2prof.analyzers.trace import by_layer
 from fsdp2prof.analyzers.trace.accounting import breakdown, step_flops, step_work
 from fsdp2prof.analyzers.trace.charges import rank_charges
@@ -193,19 +193,21 @@ def analyze_tables(tables: RankTables, *, default_rank: int = 0) -> RankAnalysis
     if manifest is not None:
         rank, world_size = manifest.rank, manifest.world_size
     rank = default_rank if rank is None else rank
+    traced = RankTrace(
+        rank=rank,
+        world_size=world_size,
+        device_type=trace.device.type,
+        steps=_steps(tables),
+        communication=by_layer.communication(tables.run, tables.windows, tables.exposure),
+        source=trace.source,
+        state=manifest.state if manifest else None,
+        incomplete_steps=tables.incomplete,
+        paces=layer_paces(tables),
+    )
+    if manifest is not None:
+        traced = replace(traced, unrecorded_step=waited_for(unrecorded_step([manifest.steps]), [traced]))
     return RankAnalysis(
-        rank=RankTrace(
-            rank=rank,
-            world_size=world_size,
-            device_type=trace.device.type,
-            steps=_steps(tables),
-            communication=by_layer.communication(tables.run, tables.windows, tables.exposure),
-            source=trace.source,
-            state=manifest.state if manifest else None,
-            unrecorded_step=unrecorded_step([manifest.steps]) if manifest else None,
-            incomplete_steps=tables.incomplete,
-            paces=layer_paces(tables),
-        ),
+        rank=traced,
         groups=by_layer.group_rows(rank, tables.windows, tables.collectives, tables.exposure, tables.waits),
         attribution=by_layer.attribution(tables.windows, tables.collectives),
         summary=_summary(tables, rank, world_size),
@@ -247,7 +249,9 @@ def merge(
     ]
     result = TraceAnalysis(
         ranks=[_with_speed(analysis.rank, references, dtype) for analysis in analyses],
-        unrecorded_step=unrecorded_step(manifest.steps for manifest in manifests),
+        unrecorded_step=waited_for(
+            unrecorded_step(manifest.steps for manifest in manifests), [one.rank for one in analyses]
+        ),
         rehearsed=any(manifest.rehearsal is not None for manifest in manifests),
         groups=[row for analysis in analyses for row in analysis.groups],
         attribution=_total(analysis.attribution for analysis in analyses),
@@ -324,11 +328,15 @@ def merge_results(
     """
     analyses = sorted(analyses, key=lambda one: one.ranks[0].rank)
     steps = {manifest.rank: unrecorded_step([manifest.steps]) for manifest in manifests}
-    ranks = [rank for one in analyses for rank in one.ranks]
+    ranks = [
+        replace(rank, unrecorded_step=waited_for(steps.get(rank.rank, rank.unrecorded_step), [rank]))
+        for one in analyses
+        for rank in one.ranks
+    ]
     alone = [] if len(ranks) < 2 else ["recorded as summaries: waiting between ranks is unknown"]
     result = TraceAnalysis(
-        ranks=[replace(one, unrecorded_step=steps.get(one.rank, one.unrecorded_step)) for one in ranks],
-        unrecorded_step=unrecorded_step(manifest.steps for manifest in manifests),
+        ranks=ranks,
+        unrecorded_step=waited_for(unrecorded_step(manifest.steps for manifest in manifests), ranks),
         rehearsed=any(one.rehearsed for one in analyses),
         groups=[row for one in analyses for row in one.groups],
         attribution=_total(one.attribution for one in analyses),
