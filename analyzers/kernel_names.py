@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 
-KINDS = ("float64", "attention_in_float32", "layout", "unaligned", "scores", "memory")
+KINDS = ("float64", "attention_in_float32", "layout", "unaligned", "indexed", "scores", "memory")
 """Matrix products in double precision; fused attention in single precision; conversions between channels
-first and last; half-precision matrix products whose rows are not aligned to 16 bytes; attention with its
-scores in memory; torch's own kernels that read and write whole tensors and compute almost nothing."""
+first and last; half-precision matrix products whose rows are not aligned to 16 bytes; gradients of a tensor
+that is indexed by a tensor; attention with its scores in memory; torch's own kernels that read and write
+whole tensors and compute almost nothing."""
 
 NAMES = {
     "float64": re.compile(r"(?:^|_)d(?:884|1688)?gemm|gemm_f64f64"),  # cuBLAS, CUTLASS
     "attention_in_float32": re.compile(r"fmha_cutlass[FB]_f32"),  # torch's memory-efficient attention
     "layout": re.compile(r"nchwToNhwc|nhwcToNchw|^batched_transpose_\d", re.IGNORECASE),  # cuDNN, MIOpen
+    "indexed": re.compile(r"\bindexing_backward_kernel"),  # torch's index_put_ with accumulate
     "unaligned": re.compile(r"(?:f16|bf16|h)_?s?\d*gemm\w*_align[124](?!\d)"),  # CUTLASS, called by cuBLAS
 }
 """Kind -> pattern of its kernels' names."""

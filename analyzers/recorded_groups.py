@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
 
+from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import ParamGroupInfo, ProcessGroupInfo, RankManifest
 from fsdp2prof.schedule import Axis, ScheduledGroup, steady_step
 from fsdp2prof.units import dtype_bytes
@@ -47,6 +48,24 @@ def step_cycles(manifest: RankManifest) -> tuple[list[Due], list[Due], list[Due]
                 key = (axis.process_group, event.op, event.payload_bytes // ranks)
                 cycles[event.op].append(Due(key, Layer(event.group.fqn, event.phase)))
     return cycles["all_gather"], cycles["reduce_scatter"], cycles["all_reduce"]
+
+
+def untrained_units(manifest: RankManifest) -> dict[str, list[str]]:
+    """Return the FSDP units with gradients that no optimizer uses -> their trainable parameters.
+
+    Empty where no optimizer is known to hold any parameter: the script may have one of its own.
+    """
+    trained = [
+        (group, [one for one in group.parameters if one.requires_grad]) for group in manifest.param_groups
+    ]
+    if not any(one.optimized for _, parameters in trained for one in parameters):
+        return {}
+    roots = 1 + max(group.root for group in manifest.param_groups)
+    return {
+        qualified_fqn(group.fqn, group.root, roots): [one.fqn for one in parameters]
+        for group, parameters in trained
+        if parameters and all(one.optimized is False for one in parameters)
+    }
 
 
 def has_several_roots(manifest: RankManifest) -> bool:

@@ -225,7 +225,7 @@ _ROOM = 0.5
 """Part of its device up to which a peak leaves room for activations that are recomputed now."""
 _ALWAYS = frozenset({"leak", "out_of_memory"})
 """Findings about memory that hold however much of it is free."""
-_SAID_BY_LEDGER = {"root_only": "wrapping_too_coarse"}
+_SAID_BY_LEDGER = {"root_only": "wrapping_too_coarse", "not_optimized": "backward_untrained"}
 """Setup findings that the ledger reports with their cost."""
 _MEASURED = frozenset({"wrapping_too_fine", "root_holds_most"})
 """Setup findings whose cost the ledger measures; it reports them itself unless the cost is too small."""

@@ -24,7 +24,7 @@ from fsdp2prof.analyzers.ledger.script_rules import enter_script, join_places
 from fsdp2prof.analyzers.ledger.starved_rules import enter_starved
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, cost_frac
 from fsdp2prof.analyzers.ledger.words import bound, collectives, not_judged
-from fsdp2prof.analyzers.ledger.work_rules import enter_kernels, enter_work
+from fsdp2prof.analyzers.ledger.work_rules import enter_kernels, enter_untrained, enter_work
 from fsdp2prof.analyzers.means import mean
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Finding
@@ -73,6 +73,7 @@ def with_ledger(
         enter_optimizer,
         enter_starved,
         enter_tracing,
+        enter_untrained,
         enter_links,
         enter_waits,
         enter_other_communication,

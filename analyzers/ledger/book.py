@@ -51,6 +51,8 @@ _REASONS = {
     "float64": "matrix products in float64",
     "attention_in_float32": "attention in float32",
     "layout": "conversions between channels first and last",
+    "indexed": "gradients of a tensor that is indexed by a tensor",
+    "untrained": "backward of parameters that no optimizer updates",
     "unaligned": "products of matrices that 16 bytes do not divide",
     "scores": "attention with its scores as a tensor",
     "memory": "kernels that only move memory",
@@ -59,6 +61,8 @@ _REASONS = {
 }
 """``why`` of a charge -> the same in words."""
 
+_NEARLY_IN_ONE = 0.9
+"""Part of some time in one of several steps, from which on it is that step's alone."""
 _NEARLY_ALL = 0.98
 """Part of a gain from which on it is called all of the time."""
 _BESIDE = " With what else runs there"
@@ -174,6 +178,13 @@ class Book:
     def is_seen_once(self, charges: Iterable[Charge]) -> bool:
         """Whether one step of several has some charges: they may come every few hundred steps."""
         return len({one.step for one in charges if one.ns}) == 1 < len(self.traced)
+
+    def is_mostly_once(self, charges: Collection[Charge]) -> bool:
+        """Whether one step of several has nearly all of some charges: it may come every few hundred steps."""
+        steps = Counter[int]()
+        for one in charges:
+            steps[one.step] += one.ns
+        return len(self.traced) > 1 and max(steps.values(), default=0) >= _NEARLY_IN_ONE * steps.total()
 
     def usual_frac(self, charges: Iterable[Charge]) -> float:
         """Return the fraction of all steps that some charges took if each took the median of a step's."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp2prof.analyzers.layers import block_of, in_phase, named_layer, numbered, times
-from fsdp2prof.analyzers.ledger.book import Book, main_layer, worst_layer
+from fsdp2prof.analyzers.ledger.book import ALL, Book, main_layer, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.machine import waits_for_processors
 from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
@@ -146,7 +146,12 @@ def _alone(book: Book, mine: Sequence[Charge]) -> int | None:
 def _garbage(book: Book) -> None:
     mine = book.take("garbage_collection")
     count = sum(one.count for one in mine) / book.rank_steps
-    book.enter(mine, "garbage_collection", {"collections_per_step": count, "site": book.main_site(mine)})
+    book.enter(
+        mine,
+        "garbage_collection",
+        {"collections_per_step": count, "site": book.main_site(mine)},
+        calm=book.is_mostly_once(mine),
+    )
 
 
 def _allocation(book: Book) -> None:
@@ -375,11 +380,14 @@ def _dispatch(book: Book) -> None:
     if enough and book.on_device:
         _units(book)
     mine = book.take("host")
+    batches = min((one.micro_batches or 1 for one in book.manifests), default=1)
     book.enter(
         mine,
-        "host_bound" if book.on_device else "host",
+        "host" if not book.on_device else "host_bound/micro_batches" if batches > 1 else "host_bound",
+        {"micro_batches": batches} if batches > 1 else None,
         fqn=main_layer(mine),
         remedy=enough,
+        gain_ns=ALL if batches == 1 else sum(one.ns for one in mine) * (batches - 1) / batches,
         known=known or not book.on_device,
         unsure_part="" if known else "; the profiler adds an unknown part of this",
     )

@@ -4,18 +4,44 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 
+from fsdp2prof.analyzers.findings import listed
 from fsdp2prof.analyzers.kernel_names import moves_memory
 from fsdp2prof.analyzers.layers import named_layer
 from fsdp2prof.analyzers.ledger.book import Book, by_layer, main_layer, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
+from fsdp2prof.analyzers.recorded_groups import untrained_units
 from fsdp2prof.units import format_bytes, plural
 
 _GIGA = 1e9
 _NESTED = 1.25
 """Times that operators of forward run again in backward, from which on checkpoints are called nested."""
+
+
+def enter_untrained(book: Book) -> None:
+    """Enter backward of units whose gradients no optimizer uses: a teacher that is not frozen."""
+    units = {unit: names for one in book.manifests for unit, names in untrained_units(one).items()}
+    mine = [
+        one
+        for cause in ("compute", "fsdp_copy", "host", "communication")
+        for one in book.take(cause, partial(_is_untrained, units))
+    ]
+    names = list(dict.fromkeys(name for names in units.values() for name in names))
+    if _is_worth_it(book, sum(one.ns for one in mine)):
+        book.enter(mine, "backward_untrained", {"parameters": len(names)}, names=listed(names, 3))
+    else:
+        book.put_back(mine)
+
+
+def _is_untrained(units: Collection[str], one: Charge) -> bool:
+    return one.why == "untrained" or (
+        one.cause == "communication"
+        and one.fqn in units
+        and (one.phase == "backward" or one.op == "reduce_scatter")
+    )
 
 
 def enter_work(book: Book) -> None:
@@ -76,17 +102,18 @@ def _offload(book: Book) -> None:
     size, count = sum(one.bytes for one in mine), sum(one.count for one in mine)
     pinned = all(group.offload_pin_memory for group in book.groups if group.offload)
     layers = [(fqn, ns) for fqn, ns in by_layer(mine) if fqn is not None]
-    worst = layers[0][0] if layers else None
+    worst = (layers[0][0] if layers else None) if offloads else main_layer(mine)
     copying = sum(one.ns for one in mine if one.op is not None)
     speed = f" at {_rate(size / copying)} GB/s" if size and copying else ""
     amount = (
         f"{format_bytes(size // book.rank_steps)}{speed}" if size else f"{count / book.rank_steps:.3g} copies"
     )
-    whose = f", most for {named_layer(worst)} ({book.per_step(layers[0][1])})" if layers else ""
+    whose = f", most for {named_layer(worst)} ({book.per_step(layers[0][1])})" if worst is not None else ""
     offloading = "cpu_offload" if pinned else "cpu_offload/unpinned"
+    direct = size and all(_PINNED in one.op for one in mine if one.op is not None)
     book.enter(
         mine,
-        offloading if offloads else "host_copies",
+        offloading if offloads else "host_copies/pinned" if direct else "host_copies",
         {
             "bytes_per_step": size // book.rank_steps,
             "bytes_per_s": size * _GIGA / copying if copying else None,
@@ -97,6 +124,10 @@ def _offload(book: Book) -> None:
         amount=amount,
         whose=whose,
     )
+
+
+_PINNED = "Pinned"
+"""In the name of a copy from or to memory that the device reads without the host's help (CUPTI)."""
 
 
 def _rate(gigabytes: float) -> str:
@@ -171,6 +202,7 @@ def enter_kernels(book: Book) -> None:
     _of_kind(book, "scores", "attention_scores", _SAVED_BY_FLASH)
     _of_kind(book, "layout", "layout_conversions", 1)
     _of_kind(book, "unaligned", "unaligned_products", _HALF)
+    _of_kind(book, "indexed", "indexed_gradients", 1)
     _unfused(book)
 
 

@@ -16,6 +16,7 @@ from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.analyzers.ledger.charges import Charge, CollectivePieces, RankCharges
 from fsdp2prof.analyzers.phases import find_rows
+from fsdp2prof.analyzers.recorded_groups import untrained_units
 from fsdp2prof.analyzers.steps import STEP_LABEL
 from fsdp2prof.analyzers.trace.activities import (
     beginning_in,
@@ -36,6 +37,7 @@ from fsdp2prof.analyzers.trace.script import (
     OF_FSDP,
     ONE_BY_ONE,
     REBUILT,
+    UNTRAINED,
     WHY,
     Script,
     is_outside,
@@ -130,6 +132,7 @@ class _Charging:
         self._rerunning = recomputed(tables)
         self._recomputing = on_the_device(tables, self._rerunning)
         self._script = Script(tables)
+        self._untrained = {} if tables.manifest is None else untrained_units(tables.manifest)
         for step, checks in self._script.gradient_checks():
             self._add(step, "compute", 0, phase="backward", why=ANOMALY, count=checks)
         for step, operators in self._script.operators_of_optimizers():
@@ -219,6 +222,8 @@ class _Charging:
         if kind == "compute":
             kinds = kinds_of_compute(tables, work)[row]
             why = np.where((why == 0) & (kinds >= 0), FIRST_KIND + kinds, why)
+        if self._untrained and kind != "memcpy":
+            why = np.where(self._trains_nothing(fqn, phase)[row], UNTRAINED, why)
         columns = (
             window,
             phase.codes[row],
@@ -260,6 +265,10 @@ class _Charging:
             self._add(step, cause, own, count=count, size=size, **place)
             self._add(step, "evaluation", evaluated, fqn=module, phase=where)
             self._add(step, "recompute", rerun, phase=where)
+
+    def _trains_nothing(self, fqn: Strings, phase: Strings) -> BoolArray:
+        """Whether each place is the backward of a unit whose gradients no optimizer uses."""
+        return fqn.matches(self._untrained.__contains__) & phase.equals("backward")
 
     def idle(self, parts: dict[str, Intervals]) -> Intervals:
         """Charge idle time but for callers that a collective blocks, which is returned."""
@@ -307,6 +316,8 @@ class _Charging:
                 names = (*names, *lines)
                 of_fsdp = phases.activity.lookup(row).matches(lambda name: name != "compute")
                 why = np.where((why == 0) & of_fsdp, OF_FSDP, why)
+            if self._untrained and cause == "host_bound":
+                why = np.where(self._trains_nothing(fqn, phase), UNTRAINED, why)
             evaluating = intervals.covered(self._evaluating, start, end)
             again = evaluating * 0
             if cause == "host_bound":

@@ -1,4 +1,4 @@
-"""Trainings recorded on an H100: a planted fault comes first, and healthy trainings get no advice.
+"""Trainings recorded on an H100 or H200: a planted fault comes first, and healthy trainings get no advice.
 
 Two traced steps each of ``python train.py``, without memory.
 """
@@ -34,6 +34,9 @@ RECORDED = [
     Fault("float32_attention", "attention_in_float32", "bfloat16", 53.5),
     Fault("channels_first", "layout_conversions", "channels_last", 10.6),
     Fault("many_units", "wrapping_too_fine", "whole blocks", 89.8),
+    Fault("unfrozen_teacher", "backward_untrained", "torch.no_grad", 43.6),
+    Fault("indexed_table", "indexed_gradients", "nn.functional.embedding", 15.6),
+    Fault("forward_for_metrics", "forward_without_backward", r"train\.py:\d+ \(fit_one\)", 29.8),
     Fault("statistics_of_weights", "host_sync", r"train\.py:\d+ \(log\) out of the step", 51.4),
 ]
 
@@ -57,7 +60,7 @@ def test_the_fault_comes_first_with_its_remedy_and_about_its_gain(fault: Fault) 
     assert 0.5 * fault.gain_ms <= first.remedy.gain_ns / 1e6 <= 1.5 * fault.gain_ms
 
 
-@pytest.mark.parametrize("name", ["healthy_gpt", "healthy_vit"])
+@pytest.mark.parametrize("name", ["healthy_gpt", "healthy_vit", "healthy_moe"])
 def test_healthy_trainings_are_told_nothing(name: str) -> None:
     analysis = analysed(name)
     assert analysis.trace is not None

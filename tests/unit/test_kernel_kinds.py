@@ -26,6 +26,10 @@ US = 1.0
         ("void cudnn::ops::nchwToNhwcKernel<__nv_bfloat16, float>(int)", "layout"),
         ("void cudnn::ops::nhwcToNchwKernel<__nv_bfloat16, float>(int)", "layout"),
         ("batched_transpose_64x64_pack_2x2_ediv_2x2_half.kd", "layout"),
+        (
+            "void at::native::(anonymous namespace)::indexing_backward_kernel_small_stride<float>(int)",
+            "indexed",
+        ),
         ("void cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_128x128_tn_align1>(P)", "unaligned"),
         ("void cutlass::Kernel2<cutlass_80_tensorop_f16_s16816gemm_f16_64x64_nt_align2>(P)", "unaligned"),
         ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_64x64_nt_align8>(P)", None),

@@ -14,6 +14,7 @@ from support.sharded_groups import sharded_group
 
 from fsdp2prof.analyzers.ledger.account import with_ledger
 from fsdp2prof.analyzers.ledger.charges import Charge
+from fsdp2prof.analyzers.recorded_groups import untrained_units
 from fsdp2prof.analyzers.trace.operators import KernelSum, additional_ns
 from fsdp2prof.manifest import (
     HostStep,
@@ -661,3 +662,63 @@ def test_products_in_float64_gain_half_of_their_time(ns: int, is_told: bool) -> 
         assert found[0].remedy is not None
         assert (found[0].remedy.gain_ns, found[0].remedy.basis) == (ns / 2, "estimate")
         assert "layers.1" in found[0].said
+
+
+@pytest.mark.parametrize(("steps", "is_told"), [(1, False), (2, True)])
+def test_garbage_collected_in_one_step_of_several_may_come_every_few_hundred(
+    steps: int, is_told: bool
+) -> None:
+    numbers = [one.step for one in trace_analysis().ranks[0].steps]
+    found = [{"cause": "garbage_collection", "ns": 20 * MS, "step": step} for step in numbers[:steps]]
+    (entry,) = [one for one in ledger_of(found).entries if one.id == "garbage_collection"]
+    assert entry.told is is_told
+
+
+def test_a_host_that_does_not_keep_up_with_micro_batches_gains_all_but_one() -> None:
+    found = [{"cause": "host", "ns": 20 * MS, "phase": "forward", "count": 100}]
+    manifests = [RankManifest(rank=rank, micro_batches=8) for rank in (0, 1)]
+    (first,) = told(ledger_of(found, manifests))
+    assert first.remedy is not None
+    assert (first.id, first.remedy.gain_ns) == ("host_bound", 17.5 * MS)
+    assert first.evidence["micro_batches"] == 8
+    assert "micro-batches" in first.remedy.change
+    (first,) = told(ledger_of(found))
+    assert first.remedy is not None
+    assert (first.id, first.remedy.gain_ns) == ("host_bound", 20 * MS)
+    assert "micro" not in first.said + first.remedy.change
+
+
+@pytest.mark.parametrize(("memory", "pinned"), [("Pinned", True), ("Pageable", False)])
+def test_pinned_memory_is_not_to_be_pinned(memory: str, pinned: bool) -> None:
+    copy = {"cause": "offload", "ns": 9 * MS, "op": f"Memcpy HtoD ({memory} -> Device)", "bytes": 1 << 28}
+    (first,) = told(ledger_of([copy]))
+    assert first.remedy is not None
+    assert (first.id, first.ns) == ("host_copies", 9 * MS)
+    assert ("non_blocking" in first.remedy.change) is not pinned
+
+
+def teacher_and_student(*, optimizer: bool = True) -> list[RankManifest]:
+    """Two roots, of which an optimizer holds the second."""
+    groups = []
+    for root in (0, 1):
+        group = sharded_group("blocks.0", [8, 8], ranks=2, rows=4)
+        (weight,) = group.parameters
+        weight = msgspec.structs.replace(weight, optimized=optimizer and root == 1)
+        groups.append(msgspec.structs.replace(group, root=root, parameters=[weight]))
+    return [RankManifest(rank=rank, param_groups=groups) for rank in (0, 1)]
+
+
+def test_backward_of_what_no_optimizer_updates_is_one_cause_with_its_reductions() -> None:
+    backward = {"phase": "backward", "fqn": "root0:blocks.0"}
+    found = [
+        backward | {"cause": "compute", "ns": 8 * MS, "why": "untrained"},
+        backward | {"cause": "communication", "ns": 3 * MS, "op": "reduce_scatter", "why": "launch"},
+        backward | {"cause": "communication", "ns": 4 * MS, "op": "reduce_scatter", "why": "launch"}
+        | {"fqn": "root1:blocks.0"},
+    ]  # fmt: skip
+    first = told(ledger_of(found, teacher_and_student()))[0]
+    assert first.remedy is not None
+    assert (first.id, first.ns) == ("backward_untrained", 11 * MS)
+    assert "no_grad" in first.remedy.change
+    assert untrained_units(teacher_and_student()[0]) == {"root0:blocks.0": ["blocks.0.weight"]}
+    assert untrained_units(teacher_and_student(optimizer=False)[0]) == {}

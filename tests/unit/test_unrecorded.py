@@ -16,7 +16,7 @@ from fsdp2prof.analyzers.compare.sides import Side, compare
 from fsdp2prof.analyzers.fail_on import check, parse
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds
 from fsdp2prof.analyzers.run_summary import combine
-from fsdp2prof.analyzers.steps import added_ns, unrecorded_step
+from fsdp2prof.analyzers.steps import added_ns, unrecorded_step, waited_for
 from fsdp2prof.analyzers.trace.analysis import References, analyze_rank, merge, throughput
 from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.errors import InputError
@@ -257,3 +257,20 @@ def test_a_comparison_gates_on_traced_steps_where_one_side_knows_no_others() -> 
     for metric in ("step_time_frac", "traced_step_time_frac"):
         (failure,) = check([parse(f"{metric}>1")], comparison)
         assert failure.value == pytest.approx(737 / 50 - 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "host_ms", "is_known"), [("cuda", 19, False), ("cuda", 60, True), ("cpu", 19, True)]
+)
+def test_a_host_that_runs_ahead_of_its_device_does_not_time_its_steps(
+    device: str, host_ms: int, is_known: bool
+) -> None:
+    """No step is shorter than what the device computes in it."""
+    step = measured(steps(2000, host_ms, host_ms))
+    ranks = [replace(one, device_type=device) for one in trace_analysis().ranks]
+    computed = min(one.breakdown_ns.compute for rank in ranks for one in rank.steps)
+    assert 19 * MS < computed < 60 * MS
+    assert (waited_for(step, ranks) is not None) is is_known
+    trace = replace(trace_analysis(), ranks=ranks)
+    both = combine(replace(run_summary(), unrecorded_step=step), trace, None)
+    assert (both.run.unrecorded_step is not None) is is_known
