@@ -211,10 +211,11 @@ def waited_for(step: UnrecordedStep | None, ranks: Sequence[RankTrace]) -> Unrec
     """Return the unrecorded step, None where its time is the host's alone.
 
     A host that launches faster than the device computes runs ahead of it, by all steps of a short run: its
-    clock then shows how long launching takes. No step is shorter than what the device computes in it.
+    clock then shows how long launching takes. No step is shorter than what the device computes in the
+    shortest.
     """
     computed = [one.breakdown_ns.compute for rank in ranks if rank.device_type != "cpu" for one in rank.steps]
-    return None if step and computed and step.median_ns < _CAN_VARY * median(computed) else step
+    return None if step and computed and step.median_ns < _CAN_VARY * min(computed) else step
 
 
 def added_ns(step: UnrecordedStep | None) -> float:

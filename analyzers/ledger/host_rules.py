@@ -37,6 +37,8 @@ def enter_tracing(book: Book) -> None:
     """Enter what tracing added to the host's part of the steps, where unrecorded steps are shorter."""
     step = book.analysis.unrecorded_step
     mine = book.take("tracing")
+    if book.analysis.host_runs_ahead:
+        mine += book.take("host")
     added = int(added_ns(step) * book.rank_steps)
     if step is not None:
         longer = _beyond(book, step.median_ns)
@@ -51,7 +53,7 @@ def enter_tracing(book: Book) -> None:
     book.enter(
         mine,
         "slowed_by_tracing" if much else "tracing",
-        known=step is not None,
+        known=step is not None or book.analysis.host_runs_ahead,
         slowdown=times(step.slowdown or 0) if step is not None and slower else None,
         traced=None if step is None else step.traced_median_ns,
         median=None if step is None else step.median_ns,

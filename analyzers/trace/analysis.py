@@ -247,11 +247,12 @@ def merge(
         RankSteps(summary=one.summary, steps=one.spans, awaited=one.awaited, verdicts=rows)
         for one, rows in zip(analyses, prefetch, strict=True)
     ]
+    on_host = unrecorded_step(manifest.steps for manifest in manifests)
+    step = waited_for(on_host, [one.rank for one in analyses])
     result = TraceAnalysis(
         ranks=[_with_speed(analysis.rank, references, dtype) for analysis in analyses],
-        unrecorded_step=waited_for(
-            unrecorded_step(manifest.steps for manifest in manifests), [one.rank for one in analyses]
-        ),
+        unrecorded_step=step,
+        host_runs_ahead=step != on_host,
         rehearsed=any(manifest.rehearsal is not None for manifest in manifests),
         groups=[row for analysis in analyses for row in analysis.groups],
         attribution=_total(analysis.attribution for analysis in analyses),
@@ -334,9 +335,12 @@ def merge_results(
         for rank in one.ranks
     ]
     alone = [] if len(ranks) < 2 else ["recorded as summaries: waiting between ranks is unknown"]
+    on_host = unrecorded_step(manifest.steps for manifest in manifests)
+    step = waited_for(on_host, ranks)
     result = TraceAnalysis(
         ranks=ranks,
-        unrecorded_step=waited_for(unrecorded_step(manifest.steps for manifest in manifests), ranks),
+        unrecorded_step=step,
+        host_runs_ahead=step != on_host,
         rehearsed=any(one.rehearsed for one in analyses),
         groups=[row for one in analyses for row in one.groups],
         attribution=_total(one.attribution for one in analyses),

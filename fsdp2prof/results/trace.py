@@ -186,7 +186,11 @@ class TraceAnalysis(Shown):
     verdict: list[str] = field(default_factory=list)
     """At most three sentences: what bounds the step, the most expensive layer and operation, what to try."""
     unrecorded_step: UnrecordedStep | None = None
-    """Over all ranks of the run; null for foreign traces and runs without such steps."""
+    """Over all ranks of the run; null for foreign traces, runs without such steps, and a host that runs
+    ahead."""
+    host_runs_ahead: bool = False
+    """In unrecorded steps the host took less time than the device computes in a traced one: its clock does
+    not show how long a step takes, and the device does not wait for it."""
     rehearsed: bool = False
     """Recorded by ``rehearse``: collectives moved nothing, and how long they took means nothing."""
     totals: TraceTotals = field(default_factory=TraceTotals)

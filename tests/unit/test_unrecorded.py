@@ -146,6 +146,22 @@ def test_manifests_decide_whether_the_host_is_to_blame(tmp_path: Path) -> None:
         assert "a step takes " in " ".join(found.verdict).lower()
 
 
+def test_a_host_that_runs_ahead_is_not_to_blame(tmp_path: Path) -> None:
+    """Its unrecorded steps are shorter than the device's work: its clock times the host alone."""
+    (recording,) = record(Schedule(roots=(transformer(6, forward_ns=2 * MS, host_ns=3 * MS),)))
+    trace = read_trace(write(recording, tmp_path / "trace.json"), workers=1)
+    kinds = ("plain", "plain", "plain", "traced")
+    manifest = RankManifest(
+        steps=[StepInfo(step=i, start_ns=0, duration_ns=1 * MS, kind=kind) for i, kind in enumerate(kinds)]
+    )
+    found = merge([analyze_rank(trace, manifest)], manifests=[manifest])
+    assert found.host_runs_ahead
+    assert found.unrecorded_step is None
+    assert found.ranks[0].unrecorded_step is None
+    assert "host_bound" not in named(found)
+    assert "a traced step takes " in " ".join(found.verdict).lower()
+
+
 def test_a_host_that_is_slow_by_itself_still_is() -> None:
     calm = measured(steps(1000, 700, 700, traced=737))
     analysis = slowed(468, step=calm)
