@@ -15,12 +15,13 @@ from fsdp2prof.analyzers.layers import fold_names
 from fsdp2prof.analyzers.ledger.machine import processor_use
 from fsdp2prof.analyzers.ledger.replayed import that_fit, with_room
 from fsdp2prof.analyzers.ledger.thresholds import cost_frac
-from fsdp2prof.analyzers.ledger.words import NOTHING, unrecorded_sentence
+from fsdp2prof.analyzers.ledger.words import unrecorded_sentence
 from fsdp2prof.analyzers.means import known_sum
 from fsdp2prof.analyzers.steps import unrecorded_step, waited_for
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import MeshInfo, ParamGroupInfo, RankManifest
 from fsdp2prof.results.finding import SEVERITIES, Finding
+from fsdp2prof.results.ledger import NOTHING
 from fsdp2prof.results.memory import MemoryAnalysis
 from fsdp2prof.results.run import RunAnalysis, RunRank, RunSummary, ShardFamily, ShardGroup, StepTime
 from fsdp2prof.results.trace import TraceAnalysis

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from fsdp2prof.analyzers.layers import times
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.steps import differs_traced
-from fsdp2prof.results.ledger import Ledger, LedgerEntry
+from fsdp2prof.results.ledger import NOTHING, Ledger, LedgerEntry
 from fsdp2prof.results.step import UnrecordedStep
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.results.what_if import WhatIfChange
 from fsdp2prof.units import format_frac, format_ns, plural
 
-NOTHING = "Nothing to fix was found"
-"""How the sentence begins that says so."""
 _REPLAY = "`fsdp2prof whatif` replays the step with other settings."
 _MOST = 0.5
 """Fraction of a step from which one cause bounds it."""
