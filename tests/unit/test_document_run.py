@@ -93,7 +93,7 @@ def test_parts_follow_one_another_and_the_run_comes_last() -> None:
         "Run runs/sample",
         "partial, exit code 0, 3 ranks on node0",
     )
-    assert document.warnings[0] == "1 of 3 ranks left nothing: 2"
+    assert document.warnings[0] == "1 of 3 ranks left no recording: rank 2"
     labels = [number.label for number in document.numbers]
     assert labels[0] == "traced step, mean"
     assert any("peak memory" in label for label in labels)

@@ -181,8 +181,8 @@ def test_who_waited_for_whom_is_data_and_sentences() -> None:
     ]
     assert cross.summary == [
         "8 collectives matched over the ranks by comms id, 2 could not be.",
-        "The others waited 28.0 ms for rank 1, 93.3% of all waiting, and it 0 ns for them; mostly: its host "
-        "paused, at `layers.1`.",
+        "The others waited 28.0 ms for rank 1, 93.3% of all waiting, and it 0 ns for them; main cause: its "
+        "host paused, at `layers.1`.",
     ]
 
 
