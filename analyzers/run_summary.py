@@ -15,12 +15,14 @@ from fsdp2prof.analyzers.layers import fold_names
 from fsdp2prof.analyzers.ledger.machine import processor_use
 from fsdp2prof.analyzers.ledger.replayed import that_fit, with_room
 from fsdp2prof.analyzers.ledger.thresholds import cost_frac
-from fsdp2prof.analyzers.ledger.words import NOTHING, unrecorded_sentence
+from fsdp2prof.analyzers.ledger.words import unrecorded_sentence
 from fsdp2prof.analyzers.means import known_sum
+from fsdp2prof.analyzers.memory.room import free_bytes, has_room, is_tight
 from fsdp2prof.analyzers.steps import unrecorded_step, waited_for
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import MeshInfo, ParamGroupInfo, RankManifest
 from fsdp2prof.results.finding import SEVERITIES, Finding
+from fsdp2prof.results.ledger import NOTHING
 from fsdp2prof.results.memory import MemoryAnalysis
 from fsdp2prof.results.run import RunAnalysis, RunRank, RunSummary, ShardFamily, ShardGroup, StepTime
 from fsdp2prof.results.trace import TraceAnalysis
@@ -219,10 +221,6 @@ def _training(manifest: RankManifest) -> dict[str, str]:
 
 _SENTENCES = 4
 """Of a verdict."""
-_TIGHT = 0.85
-"""Part of its device from which on a peak makes memory worth advice."""
-_ROOM = 0.5
-"""Part of its device up to which a peak leaves room for activations that are recomputed now."""
 _ALWAYS = frozenset({"leak", "out_of_memory"})
 """Findings about memory that hold however much of it is free."""
 _SAID_BY_LEDGER = {"root_only": "wrapping_too_coarse", "not_optimized": "backward_untrained"}
@@ -256,12 +254,12 @@ def combine(
 
     ``setup`` is what ``check`` finds. Memory is advised on where it is tight, or leaks.
     """
-    tight = memory is not None and _is_tight(memory)
+    tight = memory is not None and is_tight(memory)
     if trace is not None:
         run = _timed(run, trace)
-    if trace is not None and _has_room(memory):
+    if trace is not None and has_room(memory):
         trace = with_room(trace)
-    if trace is not None and (free := _free_bytes(memory)) is not None:
+    if trace is not None and (free := free_bytes(memory)) is not None:
         trace = that_fit(trace, free)
     told = {one.id for one in trace.findings} if trace else set()
     if trace is not None and trace.ledger is not None:
@@ -302,27 +300,6 @@ def with_trial(analysis: RunAnalysis, trial: TrialResult | None) -> RunAnalysis:
 
 def _belongs(one: Finding, told: set[str]) -> bool:
     return one.severity != "info" and one.id not in _NOT_HERE and _SAID_BY_LEDGER.get(one.id) not in told
-
-
-def _is_tight(memory: MemoryAnalysis) -> bool:
-    """Whether a request failed, or the peak takes most of its device."""
-    figures = memory.key_figures
-    full = figures is not None and figures.device_frac is not None and figures.device_frac >= _TIGHT
-    return full or any(rank.oom is not None for rank in memory.ranks)
-
-
-def _has_room(memory: MemoryAnalysis | None) -> bool:
-    """Whether less than half of the device is known to be in use at the peak."""
-    figures = None if memory is None else memory.key_figures
-    return figures is not None and figures.device_frac is not None and figures.device_frac < _ROOM
-
-
-def _free_bytes(memory: MemoryAnalysis | None) -> int | None:
-    """Return what the fullest device has left at its peak; None where its size is unknown."""
-    figures = None if memory is None else memory.key_figures
-    if figures is None or figures.device_total_bytes is None:
-        return None
-    return figures.device_total_bytes - (figures.reserved_bytes or figures.allocated_bytes)
 
 
 def _verdict(

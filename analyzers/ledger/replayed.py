@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from fsdp2prof.analyzers.ledger.account import findings_of, in_order
@@ -11,6 +11,9 @@ from fsdp2prof.analyzers.ledger.words import trace_advice, trace_verdict
 from fsdp2prof.results.ledger import Ledger, LedgerEntry, LedgerRemedy
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.results.what_if import WhatIfChange
+
+_SETTINGS = frozenset({"reshard", "forward_prefetch", "backward_prefetch", "separate_reduce_scatter_group"})
+"""Changes that leave the training's results as they are."""
 
 
 def with_replays(
@@ -27,14 +30,24 @@ def with_replays(
     limits = thresholds or FindingThresholds()
     on_device = any(rank.device_type != "cpu" for rank in analysis.ranks)
     entries = in_order([_replayed(entry, tried, limits, on_device) for entry in ledger.entries])
-    return _changed(replace(analysis, what_if=list(tried)), replace(ledger, entries=entries))
+    remedies = {one.remedy.what_if for one in entries if one.told and one.remedy is not None}
+    rows = _proposed(tried, remedies, limits, on_device)
+    return _changed(replace(analysis, what_if=rows), replace(ledger, entries=entries))
 
 
-def asked_for(analysis: TraceAnalysis, limits: FindingThresholds) -> set[str]:
-    """Return the changes whose replay gives remedies of the ledger their gains, of losses worth a finding."""
-    entries = [] if analysis.ledger is None else analysis.ledger.entries
-    remedies = [one.remedy for one in entries if one.frac >= limits.min_cost_frac]
-    return {one.what_if for one in remedies if one is not None and one.what_if is not None}
+def _proposed(
+    tried: Sequence[WhatIfChange], remedies: Set[str | None], limits: FindingThresholds, on_device: bool
+) -> list[WhatIfChange]:
+    """Return what was tried, with what is proposed marked; ``tried`` is ordered by what is gained."""
+    rows, named = [], set()
+    for row in tried:
+        name = row.change.partition("=")[0]
+        safe = name in _SETTINGS or row.change in remedies
+        gains = worth_telling(severity_of(row.gained_frac or 0.0, limits, on_device))
+        told = safe and gains and name not in named
+        rows.append(replace(row, told=told))
+        named |= {name} if told else set()
+    return rows
 
 
 def with_room(analysis: TraceAnalysis, thresholds: FindingThresholds | None = None) -> TraceAnalysis:
@@ -51,8 +64,10 @@ def with_room(analysis: TraceAnalysis, thresholds: FindingThresholds | None = No
 def that_fit(analysis: TraceAnalysis, free_bytes: int) -> TraceAnalysis:
     """Return the analysis without proposals that need more memory than the fullest device has free."""
     ledger = analysis.ledger
-    if ledger is None or not any(_needs_more(one, free_bytes) for one in ledger.entries):
+    if ledger is None:
         return analysis
+    rows = [replace(one, told=one.told and (one.memory_bytes or 0) <= free_bytes) for one in analysis.what_if]
+    analysis = replace(analysis, what_if=rows)
     entries = [
         replace(one, told=False, severity="info") if _needs_more(one, free_bytes) else one
         for one in ledger.entries

@@ -7,20 +7,15 @@ from collections.abc import Sequence
 from fsdp2prof.analyzers.layers import times
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.steps import differs_traced
-from fsdp2prof.results.ledger import Ledger, LedgerEntry
+from fsdp2prof.results.ledger import NOTHING, Ledger, LedgerEntry
 from fsdp2prof.results.step import UnrecordedStep
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.results.what_if import WhatIfChange
 from fsdp2prof.units import format_frac, format_ns, plural
 
-NOTHING = "Nothing to fix was found"
-"""How the sentence begins that says so."""
+_REPLAY = "`fsdp2prof whatif` replays the step with other settings."
 _MOST = 0.5
 """Fraction of a step from which one cause bounds it."""
-_WORTH_NAMING = 0.05
-"""Fraction of a step below which a loss is not worth a sentence."""
-_SETTINGS_OF_SPEED = ("reshard", "forward_prefetch", "backward_prefetch", "separate_reduce_scatter_group")
-"""Changes that a script makes without another result."""
 _BUSY = 0.1
 """Fraction of a step that ranks wait for a processor, from which on the host is called busy."""
 _HIDING = 0.3
@@ -66,7 +61,7 @@ def _unexplained(ledger: Ledger, head: str) -> list[str]:
     worst = max(lost, key=lambda one: one.ns, default=None)
     if worst is None or worst.frac < _MUCH:
         return []
-    then = "This recording does not show what would give the time back."
+    then = "The recording does not show which change would save it."
     if worst.remedy is not None and worst.remedy.basis == "unknown":  # it asks for a recording that tells
         then = worst.remedy.change
     return [f"{worst.said} {head}", then]
@@ -77,11 +72,10 @@ def _nothing(tried: Sequence[WhatIfChange], ledger: Ledger) -> str:
     if not ledger.exact:
         return f"{NOTHING}."
     if not tried:
-        return f"{NOTHING}; `fsdp2prof whatif` replays the step with other settings."
-    settings = [row for row in tried if row.change.partition("=")[0] in _SETTINGS_OF_SPEED]
-    best = max(settings, key=lambda row: row.gained_frac or 0.0, default=None)
-    if best is None or best.gained_ns is None or (best.gained_frac or 0.0) < _WORTH_NAMING:
-        return f"{NOTHING}, and no other setting gains {format_frac(_WORTH_NAMING)} by replay."
+        return f"{NOTHING}; {_REPLAY}"
+    best = next((row for row in tried if row.told), None)
+    if best is None or best.gained_ns is None:
+        return f"{NOTHING}, and by replay no other setting gains enough to be worth a change."
     gain = f"{format_ns(best.gained_ns)} a step ({format_frac(best.gained_frac or 0.0)})"
     return f"{NOTHING}. Of the settings replayed, {best.change} gains most: {gain}."
 
@@ -144,7 +138,7 @@ def not_judged(book: Book) -> list[str]:
         said = f"The host was busy: ranks waited {format_frac(starved)} of a step for a CPU core."
         hidden = starved >= _HIDING
         found.append(
-            f"{said} {'Smaller losses cannot be seen' if hidden else 'Times on a quiet machine may differ'}."
+            f"{said} {'It hides smaller losses' if hidden else 'Times on a quiet machine may differ'}."
         )
     if not book.on_device:
         found.append(
@@ -160,7 +154,8 @@ def trace_advice(analysis: TraceAnalysis) -> list[str]:
     """Say how long an unrecorded step takes, and what this recording cannot show."""
     if analysis.ledger is None or any(rank.misses_records for rank in analysis.ranks):
         return []
-    return [*unrecorded_sentence(analysis.unrecorded_step), *analysis.ledger.not_judged]
+    tried = [] if analysis.what_if or not analysis.ledger.exact else [_REPLAY]
+    return [*unrecorded_sentence(analysis.unrecorded_step), *analysis.ledger.not_judged, *tried]
 
 
 def unrecorded_sentence(step: UnrecordedStep | None) -> list[str]:
@@ -201,7 +196,7 @@ def _headline(ledger: Ledger) -> str:
         return f"A step takes {format_ns(step)}."
     slowed = f", {times(traced / step)} as long" if traced >= _SLOWED * step else ""
     host = ", most of that in the host's part" if slowed else ""
-    varied = "; steps of this run vary by that much" if traced < step else ""
+    varied = "; the run's steps vary by as much" if traced < step else ""
     return f"A step takes {format_ns(step)}, a traced one {format_ns(traced)}{slowed}{host}{varied}."
 
 

@@ -27,6 +27,7 @@ from fsdp2prof.analyzers.memory.peak import (
 )
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.analyzers.memory.remedies import Request, remedies_at
+from fsdp2prof.analyzers.memory.room import is_tight
 from fsdp2prof.analyzers.memory.wording import memory_advice, memory_verdict
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.finding import SEVERITIES, Finding
@@ -255,17 +256,27 @@ def merge_results(analyses: Sequence[MemoryAnalysis]) -> MemoryAnalysis:
 
 
 def summarise(analysis: MemoryAnalysis) -> MemoryAnalysis:
-    """Fill in what is said of the first rank, the fullest: key figures, verdict and advice."""
+    """Fill in what is said of the first rank, the fullest: key figures, verdict and advice.
+
+    Without a known lack of memory no finding but a leak is more than low.
+    """
     ranks = analysis.ranks
     if not ranks:
         return replace(analysis, key_figures=None, verdict=[], advice=[])
     figures = _figures(ranks[0])
+    analysis = replace(analysis, key_figures=figures)
+    tight = is_tight(analysis)
     return replace(
         analysis,
-        key_figures=figures,
+        findings=[one if tight else _while_there_is_room(one) for one in analysis.findings],
         verdict=memory_verdict(ranks, figures),
         advice=memory_advice(ranks),
     )
+
+
+def _while_there_is_room(finding: Finding) -> Finding:
+    """Return a finding as it matters where memory is not known to be tight."""
+    return replace(finding, severity="low") if finding.severity == "medium" else finding
 
 
 def _rank_memory(rank: int, view: PreparedRecording, manifest: RankManifest | None) -> RankMemory:

@@ -45,9 +45,10 @@ def memory_advice(ranks: Sequence[RankMemory]) -> list[str]:
         lines.append(f"Unsharded at the peak: {_some([_layers(row) for row in held])}.")
     near = [other for other in peak.others if other.allocated_bytes >= _CLOSE * peak.allocated_bytes]
     if near:
-        gained = format_bytes(peak.allocated_bytes - near[0].allocated_bytes)
+        gained = peak.allocated_bytes - near[0].allocated_bytes
         places = _some([where(other.phase, other.fqn) for other in near])
-        lines.append(f"Memory is almost as high {places}: lowering the peak alone gains {gained}.")
+        saved = f"saves only {format_bytes(gained)}" if gained else "saves nothing"
+        lines.append(f"Memory is {'almost ' if gained else ''}as high {places}: lowering one alone {saved}.")
     return lines
 
 

@@ -87,7 +87,7 @@ LATE_FROM_THE_START = "it was late when the recording began"
 _HOST = "its host launched nothing for longer than on its peers"
 _COLLECTED = "its host collected garbage"
 _LOADER = "it waited longer for its data loader"
-_UNSEEN = "nothing in the trace took longer than on its peers"
+_UNSEEN = "not visible in the trace, where nothing took longer than on its peers"
 
 
 SLOW_LINKS = "links"

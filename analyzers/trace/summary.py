@@ -90,7 +90,7 @@ def _mostly(cross: CrossRank, rank: int) -> str:
     if worst is None or worst.cause is None:
         return ""
     where = "" if worst.fqn is None else f", at {named_layer(worst.fqn)}"
-    return f"; mostly: {worst.cause}{where}"
+    return f"; main cause: {worst.cause}{where}"
 
 
 def rank_means(ranks: Sequence[RankTrace]) -> list[RankMeans]:

@@ -188,7 +188,7 @@ def _bandwidth(value: str) -> Change:
 
         known = any(floor.values())
         note = (
-            "latency is unchanged: the intercept of a line through two message sizes"
+            "latency stays as it is: estimated from how time grows between two message sizes"
             if known
             else "latency scales too: the run's message sizes do not separate it from bandwidth"
         )
@@ -335,7 +335,9 @@ def _wrap(value: str) -> Change:
         sent = _sent(changed)
         merged = [units for program in changed.job for units in _units_of_blocks(program)]
         if not merged:
-            raise NotApplicableError("no block has several FSDP units, or the traces name none")
+            raise NotApplicableError(
+                "every block is one FSDP unit already, or the traces do not name the units"
+            )
         floor, pace = latencies(sent), changed.pace
         together: dict[int, Sequence[Activity]] = {}
         for units in merged:

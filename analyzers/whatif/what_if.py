@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp2prof.analyzers.layers import numbered
-from fsdp2prof.analyzers.ledger.replayed import answers, asked_for, with_replays
+from fsdp2prof.analyzers.ledger.replayed import with_replays
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds
 from fsdp2prof.analyzers.ranks.summary import RankSummary
 from fsdp2prof.analyzers.trace.analysis import RankAnalysis, analyze_trace, merge
@@ -91,6 +91,7 @@ def what_if(
         rows, best = [tried], tried
     else:
         rows = try_each(replayed, single_changes(replayed.job, _stragglers(before)), cannot)
+        rows = with_replays(before, rows).what_if
         best = _best(rows)
         changed = None
         if best is not None:
@@ -151,23 +152,12 @@ def with_what_ifs(
     analysis: TraceAnalysis,
     ranks: Sequence[tuple[RankProgram, RankSummary]],
     thresholds: FindingThresholds | None = None,
-    *,
-    remedies_only: bool = False,
 ) -> TraceAnalysis:
-    """Return an analysis with every single change tried, and the ledger's remedies with what they gain.
-
-    With ``remedies_only``, only the changes that are remedies of the ledger are tried, and none is listed.
-    """
-    wanted = asked_for(analysis, thresholds or FindingThresholds())
-    if remedies_only and not wanted:
-        return analysis
-    cannot = _cannot_be_replayed(analysis)
+    """Return an analysis with every single change tried, and the ledger's remedies with what they gain."""
     recorded = replay_job(ranks)
     changes = single_changes(recorded.job, _stragglers(analysis))
-    if remedies_only:
-        changes = [one for one in changes if any(answers(one.text, text) for text in wanted)]
-    replayed = with_replays(analysis, try_each(recorded, changes, cannot), thresholds)
-    return replace(replayed, what_if=analysis.what_if) if remedies_only else replayed
+    tried = try_each(recorded, changes, _cannot_be_replayed(analysis))
+    return with_replays(analysis, tried, thresholds)
 
 
 def _cannot_be_replayed(analysis: TraceAnalysis) -> str | None:

@@ -42,7 +42,6 @@ def report(path: Path, *, choice: JobChoice, options: TraceOptions, output: Outp
         raise UsageError("--open would have no effect: the page is written to a URL")
     told = output.path is None
     output = _beside(path, output) if told else output
-    options["what_if"] = True
 
     with output.progress(f"analysing {path}"):
         from fsdp2prof.workflows.analyze import analyze_any

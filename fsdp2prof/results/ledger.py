@@ -7,6 +7,9 @@ from typing import Literal
 
 from fsdp2prof.results.finding import EvidenceValue, Place, Severity
 
+NOTHING = "Nothing to fix was found"
+"""How the sentence begins that says so."""
+
 GainBasis = Literal["replay", "bound", "estimate", "unknown"]
 """How a gain was found: the recording was replayed with the change; it is an upper bound that follows from
 the entry's own time; a part of that time is taken to be typical; or nothing says."""

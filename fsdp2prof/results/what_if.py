@@ -31,6 +31,9 @@ class WhatIfChange:
     """Why it does not apply; null where it does."""
     other_hardware: bool = False
     """Whether it takes faster devices or links: no setting of a training makes it."""
+    told: bool = False
+    """Whether it is proposed: it keeps the training's results, or is the remedy of a reported loss; of its
+    setting it gains most, as much as a loss that is reported; and its memory is not known to be missing."""
     assumptions: list[str] = field(default_factory=list)
     """What it rests on beyond the replay itself."""
 

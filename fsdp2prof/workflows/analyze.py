@@ -235,8 +235,7 @@ def _merged_traces(job: JobFiles, reduced: Sequence[Reduced], options: TraceOpti
     if programs and result.totals.windows and not any(one.rank.misses_records for one in analyses):
         from fsdp2prof.analyzers.whatif.what_if import with_what_ifs
 
-        everything = options.get("what_if", False)
-        result = with_what_ifs(result, programs, references.thresholds, remedies_only=not everything)
+        result = with_what_ifs(result, programs, references.thresholds)
     return replace(result, warnings=[*job.traces.warnings, *unreadable, *result.warnings])
 
 

@@ -24,7 +24,7 @@ _NICE = 19
 def summarise_rank(folder: Path) -> None:
     """Replace a rank's recording by its analysis. Raises the errors of ``analyze run``."""
     run = open_rank(folder)
-    result = analyze_run(JobFiles(folder, run, None, None), workers=1)
+    result = analyze_run(JobFiles(folder, run, None, None), workers=1, what_if=False)
     for record in run.ranks:
         if (record.trace and result.trace is None) or (record.memory and result.memory is None):
             raise RunDirectoryError(f"{folder}: {result.warnings[0]}")

@@ -259,7 +259,7 @@ def test_a_click_shows_and_marks_the_place_of_a_sentence(page: Page, tmp_path: P
     seen = "(box => box.top < innerHeight && box.bottom > 0)({}.getBoundingClientRect())"
     assert page.evaluate(seen.format("document.querySelector('#timeline .chart')"))
 
-    click("table")
+    click("communication by layer")
     found = f"document.getElementById('{row.target}')"
     assert page.evaluate(f"{found}.closest('details') === null || {found}.closest('details').open")
     assert page.evaluate(seen.format(found))

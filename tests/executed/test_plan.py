@@ -55,6 +55,7 @@ from fsdp2prof.estimators.simulate.program import Work
 from fsdp2prof.estimators.step import StepFigures, estimate_step, step_figures
 from fsdp2prof.estimators.timeline.costs import kernel_ns
 from fsdp2prof.estimators.verdict.memory_fit import fit_sentence, room_on
+from fsdp2prof.reporters.document import Table
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.results.plan import Plan
@@ -740,6 +741,22 @@ def test_the_full_tables_show_why_and_what_to_add(plan: Plan, width: int) -> Non
         assert families >= {"why", *family.why.split()}
     for one in plan.precisions:
         assert precisions >= {"why", *one.why.split(), *one.take.split()}
+
+
+def test_a_sentence_links_to_the_row_of_the_configuration_that_it_names() -> None:
+    plan = small_plan()
+    document = build(plan)
+    (table,) = next(one for one in document.sections if one.anchor == "families").blocks
+    assert isinstance(table, Table)
+    at = [column.name for column in table.columns].index("configuration")
+    assert len(document.verdict) == 3
+    for line in document.verdict:
+        (link,) = document.places()[line]
+        section, name, row = link.target.split("-")
+        assert (section, name, link.label) == ("families", "families", "the best of each family")
+        found = table.rows[int(row)][at]
+        named = [row[at] for row in table.rows if str(row[at]) in line]
+        assert found in named or (not named and found == present(plan.winner).name)
 
 
 def test_a_cost_has_its_currency(plan: Plan) -> None:

@@ -123,7 +123,7 @@ def test_one_unit_for_each_block_gains_at_least_what_is_said(tmp_path: Path) -> 
     assert truth <= result.tried[0].step_ns <= 1.1 * truth
     assert result.tried[0].step_ns < 0.85 * result.replayed_ns
     assert result.tried[0].memory_bytes == 2 * 4_000_000 * 4
-    with pytest.raises(InputError, match="no block has several FSDP units"):
+    with pytest.raises(InputError, match="every block is one FSDP unit already"):
         tried(tmp_path / "coarse", "wrap=blocks")
 
 

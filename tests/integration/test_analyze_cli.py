@@ -142,7 +142,7 @@ class TestGoodInput:
     def test_run_says_what_is_missing(self, capfd: pytest.CaptureFixture[str], run: Path) -> None:
         document = trace_json(capfd, run)
         assert [rank["state"] for rank in document["ranks"]] == ["complete", "partial"]
-        assert any("1 of 3 ranks left nothing: 2" in line for line in document["warnings"])
+        assert any("1 of 3 ranks left no recording: rank 2" in line for line in document["warnings"])
         ended = call(capfd, "analyze", "run", run, "--full")
         assert ended.code == 0
         for words in ("torchrun train.py", "partial, exit code 1", "missing", "Where the step goes"):

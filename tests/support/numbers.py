@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp2prof.units import format_bytes, format_flops, format_frac, format_ns
 
-_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 
 _UNITS = (1, 1e6, 1e9, 1 << 10, 1 << 20, 1 << 30)
 _DECIMALS = (0, 1, 2, 3)

@@ -183,7 +183,7 @@ def test_another_peak_nearly_as_high_limits_what_is_gained() -> None:
     ]
     assert memory_advice([replace(rank, peak=replace(rank.peak, others=others))]) == [
         "Unsharded at the peak: `layers.0`.",
-        "Memory is almost as high in forward of the root module: lowering the peak alone gains 3.00 MiB.",
+        "Memory is almost as high in forward of the root module: lowering one alone saves only 3.00 MiB.",
     ]
 
 

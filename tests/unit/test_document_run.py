@@ -9,11 +9,11 @@ from support.numbers import unexplained
 from support.rendered import json_of, row_of, table_of, text_of
 from support.results import HOSTILE, memory_analysis, out_of_memory, run_analysis, run_summary, trace_analysis
 
-from fsdp2prof.analyzers.ledger.words import NOTHING
 from fsdp2prof.analyzers.run_summary import combine, shard_families
 from fsdp2prof.reporters.document import Sentences
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.results.finding import Finding, Severity
+from fsdp2prof.results.ledger import NOTHING
 from fsdp2prof.results.run import RunAnalysis
 
 RAW = frozenset({"groups", "prefetch", "host_syncs", "timeline", "phase_spans"})
@@ -93,7 +93,7 @@ def test_parts_follow_one_another_and_the_run_comes_last() -> None:
         "Run runs/sample",
         "partial, exit code 0, 3 ranks on node0",
     )
-    assert document.warnings[0] == "1 of 3 ranks left nothing: 2"
+    assert document.warnings[0] == "1 of 3 ranks left no recording: rank 2"
     labels = [number.label for number in document.numbers]
     assert labels[0] == "traced step, mean"
     assert any("peak memory" in label for label in labels)

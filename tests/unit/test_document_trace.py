@@ -13,12 +13,14 @@ from support.rendered import csv_of, json_of, row_of, table_of, text_of
 from support.results import HOSTILE, MIB, MS, trace_analysis
 from synthetic import Schedule, record, transformer, write_run
 
+from fsdp2prof.analyzers.ledger.replayed import that_fit, with_replays
 from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.reporters.document import Chart, Findings, Sentences, Table
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.documents.timeline import timeline_section
 from fsdp2prof.reporters.documents.trace import step_title
 from fsdp2prof.reporters.documents.what_if import what_if_section
+from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.results.communication import BandwidthRow, Straggler
 from fsdp2prof.results.step import Throughput
 from fsdp2prof.results.timeline import TimelineStall
@@ -234,7 +236,7 @@ def test_the_changes_worth_most_open_the_page_with_gain_and_cost() -> None:
             other_hardware=name.startswith("bandwidth"),
         )  # fmt: skip
 
-    tried = [
+    offered = [
         change("bandwidth=2x", 9 * MS),
         change("reshard=never", 5 * MS, 3 * MIB),
         change("forward_prefetch=2", 4 * MS, 0),
@@ -243,16 +245,20 @@ def test_the_changes_worth_most_open_the_page_with_gain_and_cost() -> None:
         change("reshard=always", -3 * MS, -MIB),
         change("backward_prefetch=2", None),
     ]
-    document = build(replace(trace_analysis(), what_if=tried))
+    analysis = with_replays(trace_analysis(), offered)
+    document = build(analysis)
     assert document.changes == [
         "With reshard=never (`reshard=never`): 5.00 ms less a step (10.0%), for at most 3.00 MiB more "
         "memory.",
         "With forward_prefetch=2 (`forward_prefetch=2`): 4.00 ms less a step (8.0%).",
-        "With reduce_dtype=bfloat16 (`reduce_dtype=bfloat16`): 2.00 ms less a step (4.0%), and at most 1.00 "
-        "MiB less memory.",
-    ]
-    few = build(replace(trace_analysis(), what_if=[tried[3], tried[4]]))
-    assert len(few.changes) == 1, "a gain below 1% is not among those worth most"
+    ], "other results (reduce_dtype) and other hardware are not proposed"
+    brief = RENDERERS["text"].render(document, RenderOptions(brief=True, width=100))
+    assert "With reshard=never (`reshard=never`): 5.00 ms less" in brief, "the terminal names them too"
+    assert [row.change for row in analysis.what_if if row.told] == ["reshard=never", "forward_prefetch=2"]
+    few = with_replays(trace_analysis(), [change("forward_prefetch=2", 1.4 * MS)])
+    assert not build(few).changes, "a gain that is too small for a finding is not proposed"
+    full = that_fit(analysis, 2 * MIB)
+    assert [row.change for row in full.what_if if row.told] == ["forward_prefetch=2"], "the rest does not fit"
 
 
 def test_the_timeline_opens_with_the_rank_that_others_wait_for() -> None:

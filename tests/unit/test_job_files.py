@@ -172,7 +172,7 @@ def test_a_run_directory_knows_its_ranks(tmp_path: Path) -> None:
     assert named(found, run) == {0: "rank-00000/trace.json.gz", 2: "rank-00002/trace.json.gz"}
     assert found.world_size == 4
     assert found.warnings == ("rank 3: no trace",)
-    assert "1 of 4 ranks left nothing: 1" in open_job(run).messages
+    assert "1 of 4 ranks left no recording: rank 1" in open_job(run).messages
 
 
 def test_a_run_without_traces(tmp_path: Path) -> None:

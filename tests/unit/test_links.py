@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from support.results import memory_analysis, run_analysis, trace_analysis
+from support.results import memory_analysis, memory_comparison, run_analysis, run_comparison, trace_analysis
 
 from fsdp2prof.analyzers.layers import family_name
 from fsdp2prof.reporters.document import Document, Table
@@ -90,9 +91,34 @@ def test_idle_time_links_to_the_longest_gap_of_its_rank() -> None:
     assert window.window == (1, 470, 900)
 
 
-def test_a_place_that_the_timeline_lacks_has_a_row_alone() -> None:
+def test_a_place_that_is_nowhere_has_no_link() -> None:
     document = found(Place(fqn="layers.7", phase="forward", op="all_gather", rank=1))
-    assert [link.label for link in document.places()["It waits."]] == ["table"]
+    assert document.places()["It waits."] == []
+
+
+def test_a_sentence_about_a_cause_links_to_its_row_and_says_where_the_link_goes() -> None:
+    """Also where nothing is to be fixed, and where the sentence names the cause by the way."""
+    base = trace_analysis()
+    assert base.ledger is not None
+    bound, busy = (replace(base.ledger.entries[0], id=name, said="", remedy=None) for name in ("x", "y"))
+    bound, busy = replace(bound, title="compute"), replace(busy, title="waiting for a CPU core")
+    ledger = replace(base.ledger, entries=[bound, busy])
+    verdict = ["Most of the step is compute: 5 ms.", "Ranks waited 50% of a step for a CPU core.", "Why?"]
+    document = build(replace(base, ledger=ledger, verdict=verdict))
+    links = [document.places()[line] for line in verdict]
+    assert [[link.label for link in one] for one in links] == [["where the step goes"]] * 2 + [[]]
+    rows = [linked_row(document, one[0].target)["title"] for one in links[:2]]
+    assert rows == ["compute", "waiting for a CPU core"]
+
+
+@pytest.mark.parametrize("sample", [run_comparison, memory_comparison])
+def test_comparisons_link_every_sentence(sample: Callable[[], object]) -> None:
+    document = build(sample())
+    anchors = {section.anchor for section in document.sections}
+    assert document.verdict
+    for line in document.verdict:
+        (link,) = document.places()[line]
+        assert link.target in anchors or linked_row(document, link.target)
 
 
 def test_a_finding_links_to_the_row_of_its_layer() -> None:
@@ -109,9 +135,7 @@ def test_every_sentence_of_a_run_links_to_a_row_or_a_section_that_is_there() -> 
     anchors = {section.anchor for section in document.sections}
     assert document.verdict
     for line in document.verdict:
-        links = document.places()[line]
-        assert links
-        for link in links:
+        for link in document.places()[line]:
             assert link.target in anchors or linked_row(document, link.target)
 
 

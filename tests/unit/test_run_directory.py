@@ -52,7 +52,7 @@ def test_missing_partial_and_crashed_ranks_are_told(run):
     opened = open_run(run)
     assert opened.messages == (
         "rank 4: no sign of life",
-        "1 of 5 ranks left nothing: 4",
+        "1 of 5 ranks left no recording: rank 4",
         "rank 0: crashed: ValueError: x",
         "rank 1: schedule cut short",
         "rank 2: still running, or killed before it wrote how it ended",
@@ -240,7 +240,7 @@ def test_without_the_file_of_node_0_the_others_are_read(run):
     opened = open_run(run)
     assert opened.messages == (
         "run.json is missing: how the run was started and how it ended is unknown of node 0",
-        "1 of 2 ranks left nothing: 0",
+        "1 of 2 ranks left no recording: rank 0",
     )
     assert (opened.info.state, opened.info.command) == ("partial", ["of node 1"])
     assert is_run_directory(run)

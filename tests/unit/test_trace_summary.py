@@ -181,8 +181,8 @@ def test_who_waited_for_whom_is_data_and_sentences() -> None:
     ]
     assert cross.summary == [
         "8 collectives matched over the ranks by comms id, 2 could not be.",
-        "The others waited 28.0 ms for rank 1, 93.3% of all waiting, and it 0 ns for them; mostly: its host "
-        "paused, at `layers.1`.",
+        "The others waited 28.0 ms for rank 1, 93.3% of all waiting, and it 0 ns for them; main cause: its "
+        "host paused, at `layers.1`.",
     ]
 
 
@@ -267,7 +267,7 @@ def test_a_loss_that_nothing_explains_is_named_with_what_would_explain_it() -> N
     """Idle time of unknown cause leads the verdict at 16 % of the step, and not at 8 %."""
     lost = on_a_gpu(trace_analysis())
     assert lost.verdict[0].startswith("Nothing runs for 8.00 ms (16.0%)")
-    assert lost.verdict[1] == "This recording does not show what would give the time back."
+    assert lost.verdict[1] == "The recording does not show which change would save it."
     remedy = LedgerRemedy(change="Do it.", gain_ns=0.0, gain_frac=0.0, basis="unknown", reason="")
     assert lost.ledger is not None
     for one, said in ((replace(remedy, basis="replay"), lost.verdict[1]), (remedy, "Do it.")):

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.results import run_summary
 
-from fsdp2prof.analyzers.ledger.words import NOTHING
 from fsdp2prof.analyzers.run_summary import with_trial
 from fsdp2prof.analyzers.trial import LEAST_ROUNDS, Prediction, analyze_trial
 from fsdp2prof.errors import UsageError
+from fsdp2prof.results.ledger import NOTHING
 from fsdp2prof.results.run import RunAnalysis
 from fsdp2prof.trial import (
     Trial,

@@ -220,7 +220,7 @@ def _missing_ranks(info: RunInfo, records: tuple[RankRecord, ...]) -> str | None
     if not missing:
         return None
     shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    return f"{len(missing)} of {world_size} ranks left nothing: {shown}"
+    return f"{len(missing)} of {world_size} ranks left no recording: rank{'s' * (len(missing) > 1)} {shown}"
 
 
 def _say_unrecorded(records: Sequence[RankRecord]) -> str | None:

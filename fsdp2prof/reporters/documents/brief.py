@@ -252,8 +252,6 @@ def _ended(rank: RunRank) -> str:
 
 
 _WORTH_MOST = 3
-_WORTH_A_LINE = 0.01
-"""Fraction of a step from which a gain is worth naming."""
 
 
 def findings_section(
@@ -267,12 +265,11 @@ def findings_section(
 
 
 def changes_worth_most(tried: Sequence[WhatIfChange]) -> list[str]:
-    """Say the three changes that gained most of those tried, with what each gains and costs.
+    """Say the three changes that gain most of those proposed, with what each gains and costs.
 
     ``tried`` is ordered by what is gained, the most first.
     """
-    gains = [row for row in tried if row.gained_ns and (row.gained_frac or 0.0) >= _WORTH_A_LINE]
-    return [_gain(row) for row in gains if not row.other_hardware][:_WORTH_MOST]
+    return [_gain(row) for row in tried if row.told][:_WORTH_MOST]
 
 
 def _gain(row: WhatIfChange) -> str:

@@ -22,6 +22,7 @@ from fsdp2prof.reporters.document import (
     Value,
 )
 from fsdp2prof.reporters.documents import builds
+from fsdp2prof.reporters.documents.links import Finder, Links, section_links
 from fsdp2prof.reporters.documents.timeline import timelines_section
 from fsdp2prof.reporters.formats import show_bytes, show_ns, signed, words
 from fsdp2prof.results.comparison import (
@@ -50,6 +51,10 @@ def memory_comparison_document(comparison: MemoryComparison) -> Document:
     named = [Facts(title="Compared", pairs=sides)] if all(sides.values()) else []
     tables = comparison_tables(comparison)
     blocks: list[Block] = [*comparison_charts(comparison), *tables] if tables else []
+    sections = [
+        *(Section(anchor="compared", title=facts.title, blocks=[facts]) for facts in named),
+        *([Section(anchor="change", title="Comparison", blocks=blocks)] if blocks else []),
+    ]
     return Document(
         title="Memory at the peak, before and after",
         numbers=[
@@ -57,10 +62,8 @@ def memory_comparison_document(comparison: MemoryComparison) -> Document:
             KeyFigure(value=format_bytes(after.allocated_bytes), label="after"),
             KeyFigure(value=signed(show_bytes)(comparison.delta_bytes), label="change"),
         ],
-        sections=[
-            *(Section(anchor="compared", title=facts.title, blocks=[facts]) for facts in named),
-            *([Section(anchor="change", title="Comparison", blocks=blocks)] if blocks else []),
-        ],
+        sections=sections,
+        places=lambda: section_links(sections, comparison.verdict, ["change"] * len(comparison.verdict)),
         data=[_memory_changes(comparison)],
     )
 
@@ -151,35 +154,52 @@ _WHENS = ("before", "after", "delta")
 def comparison_document(comparison: RunComparison) -> Document:
     """Lay out both sides and their settings, then time, communication and memory."""
     before, after = _names(comparison)
+    sections = [
+        Section(
+            anchor="sides",
+            title="Compared",
+            blocks=[
+                Facts(
+                    title="Compared",
+                    pairs={"before": _side(comparison.before), "after": _side(comparison.after)},
+                ),
+                *([_settings_table(comparison)] if comparison.settings else []),
+            ],
+        ),
+        *c.section("step", "Step time", _step_table(comparison)),
+        *c.section("communication", "Communication", _exposed_table(comparison), _bytes_table(comparison)),
+        *c.section("memory", "Memory", *_memory_blocks(comparison)),
+        *timelines_section({before: comparison.before_timeline, after: comparison.after_timeline}),
+        Section(
+            anchor="equal",
+            title="Exactly equal",
+            blocks=[Sentences(title="Exactly equal", lines=comparison.equalities, style="list")],
+        ),
+    ]
     return Document(
         title="Comparison",
         numbers=_numbers(comparison),
-        sections=[
-            Section(
-                anchor="sides",
-                title="Compared",
-                blocks=[
-                    Facts(
-                        title="Compared",
-                        pairs={"before": _side(comparison.before), "after": _side(comparison.after)},
-                    ),
-                    *([_settings_table(comparison)] if comparison.settings else []),
-                ],
-            ),
-            *c.section("step", "Step time", _step_table(comparison)),
-            *c.section(
-                "communication", "Communication", _exposed_table(comparison), _bytes_table(comparison)
-            ),
-            *c.section("memory", "Memory", *_memory_blocks(comparison)),
-            *timelines_section({before: comparison.before_timeline, after: comparison.after_timeline}),
-            Section(
-                anchor="equal",
-                title="Exactly equal",
-                blocks=[Sentences(title="Exactly equal", lines=comparison.equalities, style="list")],
-            ),
-        ],
+        sections=sections,
+        places=lambda: _places(comparison, sections),
         data=[_changes(comparison)],
     )
+
+
+def _places(comparison: RunComparison, sections: Sequence[Section]) -> Links:
+    """Return the place of each sentence: the step, then the part that changed most, memory."""
+    find = Finder(sections)
+    of_memory = [] if comparison.memory is None else comparison.memory.verdict
+    links = {}
+    for i, line in enumerate(comparison.verdict):
+        changed = [row.part for row in comparison.breakdown if BREAKDOWN_PARTS[row.part].label in line]
+        if line in of_memory:
+            links[line] = find.section("memory")
+        elif changed:
+            links[line] = find.row(("step",), {"part": changed[0]})
+        else:
+            first = find.section("step") if i == 0 else []
+            links[line] = first or find.section("communication")
+    return links
 
 
 def _names(comparison: RunComparison) -> tuple[str, str]:

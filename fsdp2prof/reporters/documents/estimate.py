@@ -177,39 +177,40 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
     about = ["range", "peak"]
     if estimate.fit is not None:
         about = ["range", "range", "peak" if estimate.fit == "fits" or not estimate.remedies else "remedies"]
+    sections = [
+        Section(
+            anchor="peak",
+            title="Peak by kind",
+            lead="Categories and layers sum exactly to the bytes in use at the peak.",
+            blocks=[
+                _category_table(estimate),
+                *_peak_chart(estimate),
+            ],
+        ),
+        *_tried(estimate),
+        Section(anchor="remedies", title=remedies.title, blocks=[remedies]),
+        *c.section("layers", layers.title, layers),
+        *config_section(estimate.config),
+        Section(
+            anchor="range",
+            title="Unknowns",
+            blocks=_range_blocks(estimate),
+            detail=not estimate.depends_on,
+        ),
+        Section(
+            anchor="steps",
+            title="Step by step",
+            blocks=[_step_table(estimate), _stream_table(estimate), _layer_table(estimate)],
+            detail=True,
+        ),
+        _given(estimate),
+    ]
     return Document(
         title=f"Memory of one rank of {estimate.model.name}",
         subtitle=_subtitle(estimate, estimate.device),
         numbers=_memory_numbers(estimate),
-        places=lambda: section_links(estimate.verdict, about),
-        sections=[
-            Section(
-                anchor="peak",
-                title="Peak by kind",
-                lead="Categories and layers sum exactly to the bytes in use at the peak.",
-                blocks=[
-                    _category_table(estimate),
-                    *_peak_chart(estimate),
-                ],
-            ),
-            *_tried(estimate),
-            Section(anchor="remedies", title=remedies.title, blocks=[remedies]),
-            *c.section("layers", layers.title, layers),
-            *config_section(estimate.config),
-            Section(
-                anchor="range",
-                title="Unknowns",
-                blocks=_range_blocks(estimate),
-                detail=not estimate.depends_on,
-            ),
-            Section(
-                anchor="steps",
-                title="Step by step",
-                blocks=[_step_table(estimate), _stream_table(estimate), _layer_table(estimate)],
-                detail=True,
-            ),
-            _given(estimate),
-        ],
+        places=lambda: section_links(sections, estimate.verdict, about),
+        sections=sections,
     )
 
 
@@ -470,26 +471,25 @@ def checkpoint_estimate_document(estimate: CheckpointEstimate) -> Document:
 @builds(StepEstimate)
 def step_estimate_document(estimate: StepEstimate) -> Document:
     """Lay out a step estimate."""
+    sections = [
+        *in_order([*trace_sections(estimate.trace, predicted=True), *_kernel_section(estimate)]),
+        *config_section(estimate.config),
+        Section(
+            anchor="assumptions",
+            title="Assumptions",
+            blocks=[
+                Sentences(title="Unknowns that the range covers", lines=estimate.range.unknown, style="list"),
+                Sentences(title="Assumptions", lines=estimate.assumptions, style="list"),
+            ],
+            detail=True,
+        ),
+    ]
     return Document(
         title="Step time",
         subtitle=_what(estimate),
         numbers=_numbers(estimate),
-        places=lambda: section_links(estimate.verdict, ("lost", "estimate", "communication")),
-        sections=[
-            *in_order([*trace_sections(estimate.trace, predicted=True), *_kernel_section(estimate)]),
-            *config_section(estimate.config),
-            Section(
-                anchor="assumptions",
-                title="Assumptions",
-                blocks=[
-                    Sentences(
-                        title="Unknowns that the range covers", lines=estimate.range.unknown, style="list"
-                    ),
-                    Sentences(title="Assumptions", lines=estimate.assumptions, style="list"),
-                ],
-                detail=True,
-            ),
-        ],
+        places=lambda: section_links(sections, estimate.verdict, ("lost", "estimate", "communication")),
+        sections=sections,
         data=trace_data(estimate.trace),
     )
 

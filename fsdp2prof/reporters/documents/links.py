@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fsdp2prof.reporters.document import Link, Section, Table, Value
 from fsdp2prof.results.finding import Finding, Place
-from fsdp2prof.results.ledger import LedgerEntry
+from fsdp2prof.results.ledger import NOTHING, LedgerEntry
 from fsdp2prof.results.timeline import RankTimeline, StepTimeline
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.vocabulary import OPS, in_family, layer_name
@@ -27,11 +27,10 @@ _IDLE = frozenset(
 _OF_MEMORY = ("memory", "memory_by_layer", "out_of_memory")
 
 
-def section_links(verdict: Sequence[str], anchors: Sequence[str]) -> Links:
-    """Return the section of each sentence, in their order."""
-    return {
-        line: [Link(label="table", target=anchor)] for line, anchor in zip(verdict, anchors, strict=False)
-    }
+def section_links(sections: Sequence[Section], verdict: Sequence[str], anchors: Sequence[str]) -> Links:
+    """Return the section of each sentence, in their order, where it is there."""
+    find = Finder(sections)
+    return {line: find.section(anchor) for line, anchor in zip(verdict, anchors, strict=False)}
 
 
 def trace_links(
@@ -43,7 +42,7 @@ def trace_links(
 ) -> Links:
     """Return the places of the verdict's sentences, of the changes worth most and of the findings."""
     entries = [] if analysis.ledger is None else analysis.ledger.entries
-    find = _Finder(sections, analysis.timeline, {one.id for one in entries if one.cause in _IDLE})
+    find = Finder(sections, analysis.timeline, entries)
     links = {
         one.message: find.of_finding(one) if one in analysis.findings else find.of_setup(one)
         for one in findings
@@ -52,17 +51,20 @@ def trace_links(
     for line in changes:
         links[line] = next((rows for change, rows in gains.items() if f"`{change}`" in line), [])
     for line in verdict:
-        entry = next((one for one in _told(analysis) if _is_about(line, one)), None)
+        entry = next((one for one in entries if _is_about(line, one)), None)
         tried = [rows for change, rows in gains.items() if f" {change} " in line and rows]
         if line in links:
             continue
-        links[line] = tried[0] if tried else find.of_entry(entry) if entry else find.step()
+        if line.startswith(NOTHING):
+            links[line] = find.section("what_if")
+        else:
+            links[line] = tried[0] if tried else find.of_entry(entry) if entry else find.causes_in(line)
     return links
 
 
 def memory_links(analysis: MemoryAnalysis, sections: Sequence[Section]) -> Links:
     """Return the places of the sentences and findings of a memory analysis."""
-    find = _Finder(sections)
+    find = Finder(sections)
     links = {
         one.message: find.row(
             _OF_MEMORY, {"fqn": one.fqn, "layer": one.fqn}, {"rank": _number(one.evidence.get("rank"))}
@@ -95,64 +97,70 @@ def _named(analysis: TraceAnalysis) -> list[str]:
     return [row.change for row in analysis.what_if if row.step_ns is not None]
 
 
-def _told(analysis: TraceAnalysis) -> list[LedgerEntry]:
-    return [] if analysis.ledger is None else [one for one in analysis.ledger.entries if one.told]
-
-
 def _is_about(line: str, entry: LedgerEntry) -> bool:
     """Whether a sentence quotes what the entry says, or its remedy."""
-    return entry.said in line or (entry.remedy is not None and entry.remedy.change[1:] in line)
+    return (entry.said != "" and entry.said in line) or (
+        entry.remedy is not None and entry.remedy.change[1:] in line
+    )
 
 
 def _number(value: object) -> int | None:
     return value if isinstance(value, int) else None
 
 
-class _Finder:
+class Finder:
     """Finds rows in the sections of one document, and windows in its timeline."""
 
     def __init__(
-        self, sections: Sequence[Section], timeline: StepTimeline | None = None, idle: Iterable[str] = ()
+        self,
+        sections: Sequence[Section],
+        timeline: StepTimeline | None = None,
+        entries: Sequence[LedgerEntry] = (),
     ) -> None:
-        self.idle = frozenset(idle)
-        """Losses that are gaps of the device, by their id."""
+        self.entries = {one.id: one for one in entries}
+        """Losses by their id."""
         self.sections = {section.anchor: section for section in sections}
         self.timeline = timeline if "timeline" in self.sections else None
 
     def of_entry(self, entry: LedgerEntry) -> list[Link]:
         """Return the places of a ledger entry; the rank that caused it has a row of its own."""
-        return self.of(entry.place or Place(fqn=entry.fqn), entry.rank, entry.id in self.idle)
+        return self.of(entry.place or Place(fqn=entry.fqn), entry.rank, entry)
 
     def of_finding(self, finding: Finding) -> list[Link]:
         """Return the places of a finding."""
         place = finding.place or Place(fqn=finding.fqn)
-        return self.of(place, _number(finding.evidence.get("rank")), finding.id in self.idle)
+        return self.of(place, _number(finding.evidence.get("rank")), self.entries.get(finding.id))
 
     def of_setup(self, finding: Finding) -> list[Link]:
         """Return the place of a finding about how the run was set up."""
         fqn = {"fqn": finding.fqn}
         return self.row(("run", "communication"), fqn) or self.section("layout") or self.section("run")
 
-    def of(self, place: Place, cause: int | None, idle: bool) -> list[Link]:
-        """Return the timeline's window and the row of a place; the table of the step where neither is."""
+    def of(self, place: Place, cause: int | None, entry: LedgerEntry | None) -> list[Link]:
+        """Return the timeline's window and the row of a place, else the row of its cause; none without."""
         where: dict[str, Value] = {"fqn": place.fqn, "phase": place.phase}
         rows = (
             (cause is not None and self.row(("ranks",), {"rank": cause}))
             or (place.op in OPS and self.row(("communication",), where | {"op": place.op}))
             or (place.fqn is not None and self.row(("waits", "communication"), where, {"fqn": place.fqn}))
-            or self.row(("step",), {"rank": place.rank, "step": place.step}, {"rank": place.rank})
+            or (entry is not None and self.row(("lost",), {"title": entry.title}))
             or self.row(("run",), {"fqn": place.fqn})
-            or self.step()
         )
-        return [*self.window(place, idle), *rows]
+        return [*self.window(place, entry is not None and entry.cause in _IDLE), *(rows or ())]
 
-    def step(self) -> list[Link]:
-        """Return the link to the step's breakdown, else to the run."""
-        return self.section("step") or self.section("run")
+    def causes_in(self, line: str) -> list[Link]:
+        """Return the row of the first cause that a sentence names."""
+        named = [(line.find(one.title.removeprefix("waiting ")), one) for one in self.entries.values()]
+        first = min(((at, one.title) for at, one in named if one.title and at >= 0), default=None)
+        return [] if first is None else self.row(("lost",), {"title": first[1]})
 
     def section(self, anchor: str) -> list[Link]:
         """Return the link to a section; nothing where it is not there."""
-        return [Link(label="table", target=anchor)] if anchor in self.sections else []
+        return [self._to(anchor, anchor)] if anchor in self.sections else []
+
+    def _to(self, anchor: str, target: str) -> Link:
+        title = self.sections[anchor].title
+        return Link(label=title[:1].lower() + title[1:], target=target)
 
     def row(self, anchors: Iterable[str], *wanted: Wanted) -> list[Link]:
         """Return the link to the first row of these sections with the values, tried in their order.
@@ -165,7 +173,7 @@ class _Finder:
                 for table in self._tables(anchor):
                     found = _row(table, known) if known else None
                     if found is not None:
-                        return [Link(label="table", target=f"{anchor}-{table.name}-{found}")]
+                        return [self._to(anchor, f"{anchor}-{table.name}-{found}")]
         return []
 
     def _tables(self, anchor: str) -> list[Table]:

@@ -84,7 +84,7 @@ def _failure_section(rank: RankMemory, oom: OutOfMemory) -> Section:
         "request": f"{format_bytes(oom.requested_bytes)} by {by}" + (f" at {oom.place}" if oom.place else ""),
         "phase, layer": f"{oom.phase}, {layer_name(oom.fqn)}",
         "allocated": format_bytes(oom.allocated_bytes),
-        "reserved, cache given back": _bytes(oom.reserved_bytes),
+        "reserved after emptying the cache": _bytes(oom.reserved_bytes),
         "free on the device": _bytes(oom.device_free_bytes),
         "missing": _bytes(oom.missing_bytes),
         "largest free block": _bytes(oom.largest_free_block_bytes),

@@ -80,7 +80,7 @@ def mesh_blocks(mesh: MeshMap) -> list[Block]:
     """Return the dimensions as a table, and the ranks by node as a picture."""
     crossing = [one.name for one in mesh.dimensions if one.groups_across_nodes]
     title = f"Groups of {', '.join(crossing)} cross nodes" if crossing else "No group crosses nodes"
-    figure, note = mesh_chart(mesh), "ranks by node, a colour a group"
+    figure, note = mesh_chart(mesh), "ranks by node; each group has its own color"
     picture = [] if figure is None else [Chart(name="nodes", title=title, note=note, figure=figure)]
     return [_dimensions(mesh), *picture]
 

@@ -8,9 +8,20 @@ from typing import Any
 
 from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.charts.figure import INK, Figure, figure
-from fsdp2prof.reporters.document import Chart, Column, Document, Facts, KeyFigure, Section, Sentences, Table
+from fsdp2prof.reporters.document import (
+    Chart,
+    Column,
+    Document,
+    Facts,
+    KeyFigure,
+    Link,
+    Section,
+    Sentences,
+    Table,
+)
 from fsdp2prof.reporters.documents import builds
 from fsdp2prof.reporters.documents.estimate import config_section
+from fsdp2prof.reporters.documents.links import Finder, Links
 from fsdp2prof.reporters.formats import show_amount
 from fsdp2prof.results.plan import Plan, PlanFamily, PlanPoint
 from fsdp2prof.units import format_bytes, format_count, format_frac, format_ns, plural
@@ -92,45 +103,66 @@ def plan_document(plan: Plan) -> Document:
     """Lay out a plan."""
     chart = pareto_chart(plan)
     answer = [] if plan.answer is None else [plan.answer.sentence]
+    verdict = [*answer, *plan.verdict][:3]
+    sections = _sections(plan, chart)
     return Document(
         title=f"Plan for {plan.model.name}",
         subtitle=_what(plan),
-        verdict=[*answer, *plan.verdict][:3],
+        verdict=verdict,
         numbers=_numbers(plan),
-        sections=[
-            *config_section(plan.config),
-            Section(
-                anchor="families",
-                title="The best of each family",
-                lead="Best first; configurations that do not fit come last.",
-                blocks=[_family_table(plan, plan.families, "families", "The best of each family", "family")],
-            ),
-            *([_recipes(plan)] if plan.recipes else []),
-            *([_changes(plan)] if plan.changes else []),
-            *([_precisions(plan)] if plan.precisions else []),
-            Section(
-                anchor="pareto",
-                title="Memory and speed",
-                detail=True,
-                lead="No other configuration is both faster and smaller.",
-                blocks=[
-                    *([Chart(name="pareto_front", title=_fastest(plan), figure=chart)] if chart else []),
-                    _point_table(plan, plan.pareto, "pareto", "Pareto front"),
-                ],
-            ),
-            Section(
-                anchor="search",
-                title="Search",
-                detail=True,
-                blocks=[_facts(plan), Sentences(title="Assumptions", lines=plan.assumptions, style="list")],
-            ),
-        ],
+        sections=sections,
+        places=lambda: _places(plan, verdict, sections),
         warnings=[
             *([] if plan.search.complete else ["interrupted: this is the best so far"]),
             *plan.warnings,
         ],
         brief=_brief(plan),
     )
+
+
+def _places(plan: Plan, verdict: Sequence[str], sections: Sequence[Section]) -> Links:
+    """Return the row of the configuration that each sentence names, else that of the winner."""
+    find = Finder(sections)
+    named = {one.best.name for one in plan.families} | {one.best.name for one in plan.precisions}
+    winner = "" if plan.winner is None else plan.winner.name
+
+    def place(line: str) -> list[Link]:
+        name = max((name for name in named if name in line), key=len, default=winner)
+        row = find.row(("families", "precisions"), {"configuration": name}) if name else []
+        return row or find.section("families")
+
+    return {line: place(line) for line in verdict}
+
+
+def _sections(plan: Plan, chart: Figure | None) -> list[Section]:
+    return [
+        *config_section(plan.config),
+        Section(
+            anchor="families",
+            title="The best of each family",
+            lead="Best first; configurations that do not fit come last.",
+            blocks=[_family_table(plan, plan.families, "families", "The best of each family", "family")],
+        ),
+        *([_recipes(plan)] if plan.recipes else []),
+        *([_changes(plan)] if plan.changes else []),
+        *([_precisions(plan)] if plan.precisions else []),
+        Section(
+            anchor="pareto",
+            title="Memory and speed",
+            detail=True,
+            lead="No other configuration is both faster and smaller.",
+            blocks=[
+                *([Chart(name="pareto_front", title=_fastest(plan), figure=chart)] if chart else []),
+                _point_table(plan, plan.pareto, "pareto", "Pareto front"),
+            ],
+        ),
+        Section(
+            anchor="search",
+            title="Search",
+            detail=True,
+            blocks=[_facts(plan), Sentences(title="Assumptions", lines=plan.assumptions, style="list")],
+        ),
+    ]
 
 
 def _brief(plan: Plan) -> list[Section]:

@@ -243,7 +243,7 @@ def _what(name: str, timeline: StepTimeline) -> str:
     if not timeline.aligned:
         facts.append("clocks not aligned: each rank starts at its own zero")
     if timeline.resolution_ns:
-        facts.append(f"gaps under {format_ns(timeline.resolution_ns)} folded")
+        facts.append(f"gaps under {format_ns(timeline.resolution_ns)} are not drawn")
     return f"{name} {', '.join(facts)}".strip()
 
 

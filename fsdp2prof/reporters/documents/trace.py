@@ -207,7 +207,7 @@ def _communication_section(analysis: TraceAnalysis) -> Section:
 def _arrival_section(analysis: TraceAnalysis) -> list[Section]:
     """Lay out the waits: of the compute stream for collectives, of the host for the device."""
     late = tables.late_table(analysis) if analysis.late_folded else None
-    note = "from launch to end, relative to when it was needed; ms, medians; beyond 0 is late"
+    note = "from launch to end in ms, medians; 0 is when it was needed, so what ends after 0 is late"
     chart = _chart("prefetch_chart", arrivals_title(analysis), prefetch_chart(analysis.arrivals), note)
     waits = _chart("wait_chart", waits_title(analysis), wait_chart(analysis.layer_waits), _WAITING)
     return c.section(

@@ -274,10 +274,10 @@ def bandwidth_table(analysis: TraceAnalysis) -> Table:
         c.text("group", of=lambda row: _which_group(row, rows)),
     ]
     known = all(row.waits_known for row in rows)
-    missing = "" if known else ", or with it where other ranks' traces are missing"
+    missing = "" if known else ", except where other ranks' traces are missing"
     note = (
-        "GB/s, medians, most bytes first; algbw with the wait for the last rank, busbw (as in nccl-tests) "
-        f"without{missing}"
+        "GB/s, medians, most bytes first; algbw includes the wait for the last rank, busbw (as in nccl-tests)"
+        f" excludes it{missing}"
     )
     return c.table("bandwidth", "Bandwidth", columns, rows, note=note, limit=_BANDWIDTH_ROWS)
 

@@ -84,7 +84,7 @@ def _table(rows: Sequence[WhatIfChange], every: Sequence[WhatIfChange], title: s
         c.text("change"),
         c.ms("gained_ns", "gained"),
         *(
-            [c.ms("least_gained_ns", "least\nstep"), c.ms("most_gained_ns", "most\nstep")]
+            [c.ms("least_gained_ns", "least in\na step"), c.ms("most_gained_ns", "most in\na step")]
             if any(row.least_gained_ns is not None for row in rows)
             else []
         ),
@@ -93,7 +93,7 @@ def _table(rows: Sequence[WhatIfChange], every: Sequence[WhatIfChange], title: s
         c.sized("memory_bytes", "memory"),
         c.prose("what", "description"),
     ]
-    note = "ms a step, mean and extremes; memory: upper bound per rank"
+    note = "ms a step, mean over the recorded steps; memory: upper bound per rank"
     return c.table("what_if", title, columns, rows, every=every, note=note, noun="change")
 
 

@@ -90,6 +90,11 @@ def _within(*values: int) -> None:
         raise ValueError("a timeline with an impossible time")
 
 
+_NOT_REPLAYED = (
+    "Summaries hold no trace to replay with other settings: record again without --summary to see what each "
+    "gains."
+)
+
 Kept: TypeAlias = (
     "RunAnalysis | TraceAnalysis | MemoryAnalysis | MemoryEstimate | CommEstimate | StepEstimate"
 )
@@ -267,9 +272,10 @@ def analysis_of_summaries(job: JobFiles, options: TraceOptions) -> RunAnalysis:
     manifests = list(job.manifests.values())
     traces = [one.trace for one in results if one.trace is not None and one.trace.ranks]
     memories = [one.memory for one in results if one.memory is not None and one.memory.ranks]
+    trace = merge_traces(traces, manifests, references.thresholds) if traces else None
     return RunAnalysis(
         run=results[0].run,
-        trace=merge_traces(traces, manifests, references.thresholds) if traces else None,
+        trace=None if trace is None else replace(trace, advice=[*trace.advice, _NOT_REPLAYED]),
         memory=merge_memory(memories) if memories else None,
         warnings=[*job.summaries.warnings, *unreadable],
     )

@@ -53,8 +53,8 @@ class TraceOptions(TypedDict, total=False):
     """Where each rank is read: ``local`` or a Dask scheduler's address; by default here."""
     references: References
     what_if: bool
-    """Also try, by replaying the recording, what would make a step faster. By default the remedies of the
-    ledger alone are tried, in jobs of at most ``REPLAYED_RANKS`` ranks; False tries nothing."""
+    """Also try, by replaying the recording, what would make a step faster; by default in jobs of at most
+    ``REPLAYED_RANKS`` ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
