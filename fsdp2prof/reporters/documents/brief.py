@@ -29,9 +29,9 @@ _ALIKE = 1.05
 _ORDER = (
     "out_of_memory",
     "timeline",
-    "findings",
     "tried",
     "what_if",
+    "findings",
     "lost",
     "communication",
     "memory",

@@ -33,8 +33,11 @@ _ROW_LIMIT = 2000
 _NAME_LENGTH = 120
 """Characters of a name in a table; the middle of a longer one is left out, the whole shown on hover."""
 
+_WHOLE_NAME = 24
+"""Characters of a name that never breaks."""
+
 _BREAK = re.compile(r"([._:/,](?=[^\W\d])|(?<=[^\W\d])\.(?=\d))")
-_CODE = re.compile("`([^`]+)`")
+_CODE = re.compile("`([^`]+)`|(?<![^\\s(])--[a-z][\\w-]*")
 _LONG = re.compile(r"[\w.:/,]{30,}")
 
 
@@ -88,12 +91,14 @@ def _template(name: str) -> Any:
     environment.filters |= {
         "breakable": _breakable,
         "cell": _cell,
+        "code": _code,
         "data": _data,
         "full": _full,
         "full_rows": _full_rows,
         "header": _header,
         "kind": _kind,
         "layer_name": layer_name,
+        "long": _long,
         "printable": printable,
         "sentence": _sentence,
     }
@@ -116,8 +121,26 @@ def _sentence(line: str) -> Markup:
     """Escape a sentence; code in backquotes; long words may break after a dot or underscore."""
     from markupsafe import Markup, escape
 
-    text = _CODE.sub(r"<code>\1</code>", str(escape(printable(line))))
+    def code(found: re.Match[str]) -> str:
+        return found[0] if found[1] is None else f"<code>{found[1]}</code>"
+
+    text = _CODE.sub(lambda found: _whole_words(code(found)), str(escape(printable(line))))
     return Markup(_LONG.sub(lambda word: _BREAK.sub(r"\1<wbr>", word.group()), text))
+
+
+def _code(line: str) -> Markup:
+    """Escape a line of code, which breaks at its spaces and at no hyphen."""
+    from markupsafe import Markup, escape
+
+    return Markup(_whole_words(str(escape(printable(line)))))
+
+
+def _whole_words(text: str) -> str:
+    """Mark the words of escaped text that do not break, not even at a hyphen, while a line holds them."""
+    parts = re.split(r"(\s+|</?code>)", text)
+    return "".join(
+        f"<span class='whole'>{part}</span>" if i % 2 == 0 and part else part for i, part in enumerate(parts)
+    )
 
 
 def _cell(value: Value, column: Column) -> str:
@@ -126,10 +149,15 @@ def _cell(value: Value, column: Column) -> str:
 
 
 def _breakable(text: str) -> Markup:
-    """Escape a name that may break after a dot or an underscore, never inside a word."""
+    """Escape a name that may break after a dot or an underscore where it is long, never inside a word."""
     from markupsafe import Markup, escape
 
-    return Markup(_BREAK.sub(r"\1<wbr>", str(escape(text))))
+    name = escape(text)
+    return Markup(_BREAK.sub(r"\1<wbr>", str(name))) if _long(text) else name
+
+
+def _long(name: str) -> bool:
+    return len(name) > _WHOLE_NAME
 
 
 def _data(value: Value, column: Column) -> Value:
