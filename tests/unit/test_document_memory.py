@@ -87,7 +87,8 @@ def test_the_device_is_in_the_verdict_and_the_figures_where_it_is_known() -> Non
         "device."
     )
     numbers = build(replace(analysis, key_figures=figures)).numbers
-    assert [number.value for number in numbers] == ["100.0 MiB", "300.0 MiB", "75.0%"]
+    shown = [(number.value, number.label) for number in numbers]
+    assert shown == [("100.0 MiB", "peak memory, rank 0"), ("300.0 MiB", "reserved, 75.0% of the device")]
 
 
 def test_categories_and_layers_sum_to_the_peak() -> None:

@@ -97,6 +97,8 @@ def test_parts_follow_one_another_and_the_run_comes_last() -> None:
     labels = [number.label for number in document.numbers]
     assert labels[0] == "traced step, mean"
     assert any("peak memory" in label for label in labels)
+    assert len(labels) <= 6
+    assert not any("attributed" in label for label in labels), "no figure about the analysis itself"
     names = list(document.tables())
     assert names[:2] == ["groups", "steps"]
     assert {"by_layer", "ranks", "sharding"} <= set(names)

@@ -38,6 +38,7 @@ _WHOLE_NAME = 24
 
 _BREAK = re.compile(r"([._:/,](?=[^\W\d])|(?<=[^\W\d])\.(?=\d))")
 _CODE = re.compile("`([^`]+)`|(?<![^\\s(])--[a-z][\\w-]*")
+_BREAKABLE = re.compile(r"\S*[-/?]\S*")
 _LONG = re.compile(r"[\w.:/,]{30,}")
 
 
@@ -122,9 +123,9 @@ def _sentence(line: str) -> Markup:
     from markupsafe import Markup, escape
 
     def code(found: re.Match[str]) -> str:
-        return found[0] if found[1] is None else f"<code>{found[1]}</code>"
+        return _whole_words(found[0]) if found[1] is None else f"<code>{_whole_words(found[1])}</code>"
 
-    text = _CODE.sub(lambda found: _whole_words(code(found)), str(escape(printable(line))))
+    text = _CODE.sub(code, str(escape(printable(line))))
     return Markup(_LONG.sub(lambda word: _BREAK.sub(r"\1<wbr>", word.group()), text))
 
 
@@ -136,11 +137,8 @@ def _code(line: str) -> Markup:
 
 
 def _whole_words(text: str) -> str:
-    """Mark the words of escaped text that do not break, not even at a hyphen, while a line holds them."""
-    parts = re.split(r"(\s+|</?code>)", text)
-    return "".join(
-        f"<span class='whole'>{part}</span>" if i % 2 == 0 and part else part for i, part in enumerate(parts)
-    )
+    """Mark words of escaped text that a browser would break at a hyphen or slash though a line holds them."""
+    return _BREAKABLE.sub(r"<span class='whole'>\g<0></span>", text)
 
 
 def _cell(value: Value, column: Column) -> str:
