@@ -81,8 +81,8 @@ def test_the_command_line_takes_them(capfd: pytest.CaptureFixture[str], tmp_path
     assert "more rows left out" in text
     short = call(capfd, *trace, "--sort", "total_ns", "--top", "4").out
     assert len(short.splitlines()) <= 40, "options of a table leave the short form"
-    rows = [line for line in short.splitlines() if " forward " in line or " backward " in line]
-    assert len(rows) == 4, "the table that has the column, as long as asked for"
+    shown = [line for line in short.splitlines() if " forward " in line or " backward " in line]
+    assert len(shown) == 4, "the table that has the column, as long as asked for"
     assert short.count("─" * 20 + "\n") == 1
     assert len(call(capfd, *trace, "--sort", "total_ns", "--full").out.splitlines()) > 60
     groups = ("--format", "csv", "--table", "groups")

@@ -13,13 +13,14 @@ import hashlib
 import json
 import re
 from base64 import b64encode
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from fsdp2prof import __version__
 from fsdp2prof.reporters.charts.figure import DARK
-from fsdp2prof.reporters.document import CHANGES, Block, Column, Document, Table, Value
+from fsdp2prof.reporters.document import CHANGES, Block, Column, Document, Section, Table, Value
 from fsdp2prof.reporters.renderers import RenderOptions
 from fsdp2prof.reporters.renderers.terminal import shorten
 from fsdp2prof.vocabulary import layer_name, printable
@@ -47,35 +48,58 @@ class HtmlRenderer:
 
     def render(self, document: Document, options: RenderOptions) -> str:
         """Fill the template with the document; ``options.source`` is the page's title."""
-        from markupsafe import Markup
+        return _page(document, options)
 
-        charts = document.charts()
-        details = {name: chart.detail for name, chart in charts.items() if chart.detail is not None}
-        scripts = [_asset("datatables.min.js"), _asset("tables.js")]
-        if charts:
-            scripts += [_plotly(), _asset("charts.js")]
-        if details:
-            scripts.append(_asset("timeline.js"))
-        loader = _asset("load.js")
-        page: str = _template("page").render(
-            document=document,
-            title=options.source or document.title,
-            figures=Markup(_json_in_script({name: chart.figure for name, chart in charts.items()})),
-            details=_packed(json.dumps(details, allow_nan=False, separators=(",", ":"))) if details else "",
-            dark=Markup(_json_in_script(DARK)),
-            loader=Markup(loader),
-            scripts=[_packed(script) for script in scripts],
-            script_hashes=[_hash(script) for script in (loader, *scripts)],
-            css=Markup(_asset("page.css")),
-            version=__version__,
-        )
-        return page
+
+def _page(document: Document, options: RenderOptions, *, embedded: bool = False) -> str:
+    """Fill the template with the document; ``embedded``: only its sections are seen."""
+    from markupsafe import Markup
+
+    charts = document.charts()
+    details = {name: chart.detail for name, chart in charts.items() if chart.detail is not None}
+    scripts = [_asset("datatables.min.js"), _asset("tables.js")]
+    if charts:
+        scripts += [_plotly(), _asset("charts.js")]
+    if details:
+        scripts.append(_asset("timeline.js"))
+    loader = _asset("load.js")
+    page: str = _template("page").render(
+        document=document,
+        title=options.source or document.title,
+        figures=Markup(_json_in_script({name: chart.figure for name, chart in charts.items()})),
+        details=_packed(json.dumps(details, allow_nan=False, separators=(",", ":"))) if details else "",
+        dark=Markup(_json_in_script(DARK)),
+        loader=Markup(loader),
+        scripts=[_packed(script) for script in scripts],
+        script_hashes=[_hash(script) for script in (loader, *scripts)],
+        css=Markup(_asset("page.css")),
+        version=__version__,
+        embedded=embedded,
+    )
+    return page
 
 
 def render_fragment(document: Document) -> str:
-    """Return the short form as HTML for a notebook: no script, so no chart."""
-    fragment: str = _template("fragment").render(document=document)
+    """Return the first screen as HTML for a notebook: what is said first, then the timeline.
+
+    The timeline is a page in a frame: no script is the notebook's. Without one, the short form follows.
+    """
+    framed = _timeline_alone(document)
+    frame = None if framed is None else _page(framed, RenderOptions(), embedded=True)
+    fragment: str = _template("fragment").render(document=document, frame=frame)
     return fragment
+
+
+def _timeline_alone(document: Document) -> Document | None:
+    """Return a document with its timeline alone, and what leads there; None without one."""
+    charts = [one for one in document.charts().values() if one.detail is not None]
+    if not charts:
+        return None
+    places = {
+        line: [link for link in links if link.window is not None] for line, links in document.places().items()
+    }
+    section = Section(anchor=charts[0].name, title="", blocks=charts[:1])
+    return replace(document, sections=[section], places=lambda: places, numbers=(), warnings=())
 
 
 @cache
