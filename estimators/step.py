@@ -382,6 +382,17 @@ def _trace(
     return trace_of(program, timeline, source=source, world_size=world_size, device_name=name)
 
 
+def _as_shown(analysis: TraceAnalysis, costs: ClusterCosts) -> TraceAnalysis:
+    """Return the analysis without the lane of a host that only issues: labels cover FSDP's part of it."""
+    if analysis.timeline is None or (isinstance(costs, PlacedCosts) and costs.on_host):
+        return analysis
+    ranks = [
+        replace(rank, lanes=[lane for lane in rank.lanes if lane.lane != "host"])
+        for rank in analysis.timeline.ranks
+    ]
+    return replace(analysis, timeline=replace(analysis.timeline, ranks=ranks))
+
+
 def _estimate(
     program: Program,
     timeline: Timeline,
@@ -416,7 +427,7 @@ def _estimate(
         kernels_ns=kernels,
         bound_by=_bound_by(step.breakdown_ns, kernels, program, costs),
         by_layer=analysis.by_layer,
-        trace=analysis,
+        trace=_as_shown(analysis, costs),
         range=spread,
         assumptions=assumptions_of(mesh, policy, costs, program, model.kind),
     )

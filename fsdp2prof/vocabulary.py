@@ -319,6 +319,18 @@ def in_family(name: str, family: str) -> bool:
     return any(int(span[0]) <= number <= int(span[-1]) for span in spans)
 
 
+ERROR_LENGTH = 200
+"""Characters of a rank's error that its manifest keeps."""
+
+
+def quoted_error(error: str) -> str:
+    """Return a rank's error; of one that is kept in part its whole sentences, else with an ellipsis."""
+    if not error.endswith("...") and len(error) < ERROR_LENGTH:
+        return error
+    whole = error.rpartition(". ")[0]
+    return f"{whole}." if whole else f"{error.rstrip(' .')} ..."
+
+
 def printable(text: str) -> str:
     """Make untrusted text safe on a terminal: control characters and escapes become visible codes."""
     if text.isprintable():

@@ -163,6 +163,7 @@ def compare(before: Side, after: Side) -> RunComparison:
     peaks = [peak_change(before.peaks[a], after.peaks[b], a, b) for a, b in pairs]
     peaks.sort(key=lambda row: -row.delta_allocated_bytes)
     settings = setting_changes(before.run, after.run)
+    machine = machine_change(_processors(before), _processors(after))
     comparison = RunComparison(
         before=_describe(before, spreads[0]),
         after=_describe(after, spreads[1]),
@@ -173,7 +174,7 @@ def compare(before: Side, after: Side) -> RunComparison:
         exposed=exposed_change(breakdown),
         unrecorded_step=unrecorded,
         layer_pace=None if pace is None else pace[0],
-        machine_changed=machine_change(_processors(before), _processors(after)),
+        machine_changed=machine,
         beyond_spread=beyond_spread(*spreads),
         communication=communication or [],
         communication_folded=fold_changes(communication or []),
@@ -186,8 +187,7 @@ def compare(before: Side, after: Side) -> RunComparison:
         warnings=[
             *([_uncomparable(cut)] if cut else []),
             *_warnings(before, after),
-            *_busy(before),
-            *_busy(after),
+            *([*_busy(before), *_busy(after)] if machine is None else []),  # the verdict says it then
         ],
         before_timeline=before.trace.timeline if before.trace else None,
         after_timeline=after.trace.timeline if after.trace else None,

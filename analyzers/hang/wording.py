@@ -17,7 +17,7 @@ from fsdp2prof.results.hang import (
     HangStanding,
 )
 from fsdp2prof.units import plural
-from fsdp2prof.vocabulary import doing_label, dtype_label, op_label, printable
+from fsdp2prof.vocabulary import doing_label, dtype_label, op_label, printable, quoted_error
 
 _LISTED = 8
 _ENDED_BY_OTHERS = (None, "SIGTERM", "KeyboardInterrupt")
@@ -204,7 +204,8 @@ def _endings(ranks: Sequence[HangRank], culprits: Sequence[int]) -> str | None:
     if not ended:
         return None
     one, alike = ended[0], [rank.rank for rank in ended if rank.error == ended[0].error]
-    return f"{_ranks(alike).capitalize()} ended with {printable(one.error or '').rstrip(' .')}."
+    error = quoted_error(printable(one.error or ""))
+    return f"{_ranks(alike).capitalize()} ended with {error}{'' if error.endswith('.') else '.'}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

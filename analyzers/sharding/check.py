@@ -19,7 +19,7 @@ from fsdp2prof.results.check import CheckRow, RunCheck, UnshardedRow
 from fsdp2prof.results.finding import SEVERITIES, Finding
 from fsdp2prof.run_directory import RunDirectory
 from fsdp2prof.units import format_bytes, plural
-from fsdp2prof.vocabulary import layer_name
+from fsdp2prof.vocabulary import layer_name, quoted_error
 
 
 def check_structure(evidence: RunEvidence) -> tuple[list[CheckRow], list[Finding]]:
@@ -37,7 +37,11 @@ def _ranks(evidence: RunEvidence) -> Outcome:
     name, world = "ranks", evidence.world_size
     if not evidence.sharded and len(left_out) < max(1, len(missing)):
         ended = next((one.error for one in evidence.manifests.values() if one.error), None)
-        why = f"they ended with {ended}" if ended else "nothing is sharded by fully_shard, or nothing ran"
+        why = (
+            f"they ended with {quoted_error(ended).removesuffix('.')}"
+            if ended
+            else "nothing is sharded by fully_shard, or nothing ran"
+        )
         return failed(name, world, finding("nothing_sharded", {"ranks": []}, why=why))
     if not missing:
         return ok(name, world, f"all {plural(world, 'rank')} described their parameter groups")

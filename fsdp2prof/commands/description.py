@@ -26,6 +26,8 @@ from fsdp2prof.estimators.config.policy import PolicySpec
 _POLICY = "policy_"
 """What the names of a policy's options begin with among a command's arguments."""
 PLACE_NAMES = frozenset(("hardware", "gpus_per_node", "network", "nics_per_node"))
+_LONGEST_VALUES = 60
+"""Characters of the values that stand behind an option; more are in its description."""
 _MODEL = "MODEL"
 """Placeholder of options that take a model."""
 
@@ -42,6 +44,9 @@ def _policy_option(name: str, declared: Option) -> Callable[[Any], Any]:
         attributes["type"] = int
     else:
         attributes["metavar"] = kind.values
+        if len(kind.values) > _LONGEST_VALUES:
+            attributes["metavar"] = "KIND"
+            attributes["help"] += f" One of {kind.values.replace('|', ', ')}."
         if kind.values == _MODEL:
             attributes["shell_complete"] = complete_model
     return Heading(declared.group)(

@@ -138,6 +138,10 @@ class Command(click.Command):
         everything = everything or len(self.options) <= MOST_OPTIONS
         return [one for one in self.options if everything or one.everyday]
 
+    def get_help(self, ctx: click.Context) -> str:
+        """Return the help; its lines break at spaces, never inside an option or a value."""
+        return super().get_help(ctx).replace(_UNBROKEN, "-")
+
     def get_full_help(self, ctx: click.Context) -> str:
         """Return what ``--help-all`` prints."""
         ctx.meta[_EVERYTHING] = True
@@ -166,7 +170,7 @@ class Command(click.Command):
                 groups.setdefault("Help", []).append(record)
         for group, records in groups.items():
             with formatter.section(group or "Options"):
-                formatter.write_dl(records)
+                formatter.write_dl([(option, text.replace("-", _UNBROKEN)) for option, text in records])
 
 
 class Group(click.Group):
@@ -175,6 +179,8 @@ class Group(click.Group):
     command_class = Command
 
 
+_UNBROKEN = "\u2011"
+"""A hyphen at which no line ends."""
 _EVERYTHING = "fsdp2prof.help_all"
 
 

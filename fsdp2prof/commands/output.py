@@ -190,7 +190,7 @@ def output_options(
     Without ``formats`` it is every one there is. The first is the default unless ``--format`` or the
     extension of ``-o`` says otherwise. An existing file is refused before any work is done, unless ``-f`` is
     given. ``beside``: without ``-o`` the command finds a place beside its input. Text and Markdown are short
-    unless ``--full``, ``-v``, ``--sort``, ``--top`` or ``--section`` is given.
+    unless ``--full``, ``-v`` or ``--section`` is given.
     """
     formats = formats or tuple(RENDERERS)
 
@@ -227,7 +227,7 @@ def output_options(
             force=force,
             quiet=quiet,
             verbose=output_verbose,
-            brief=not (output_full or output_verbose or output_sort or output_top),
+            brief=not (output_full or output_verbose),
             section=output_section,
             table=output_table,
             sort=output_sort,

@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from isal import igzip, isal_zlib
+
 from fsdp2prof.errors import SnapshotError
 
 _COUNTED = b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(256))
@@ -56,27 +58,47 @@ _WITH_OPERAND = frozenset(b"KMJhqj\x8c\x8aG\x95\x80")
 """Opcodes that are plain unless the file ends within them."""
 _CHUNK, _LONGEST = 4 << 20, 1024
 """Bytes read at a time; bytes that hold any opcode but a long string."""
+_GZIP = b"\x1f\x8b"
+_MOST_EXPANSION, _EXPANDS_FREELY_BYTES = 100, 16 << 20
+"""Snapshots compress tenfold to twentyfold: one that grows more is made to fill the memory."""
+_UNREADABLE: Any = (OSError, EOFError, isal_zlib.error)  # the stub of isal declares an instance
 _LOOKUPS = frozenset(b"ci\x93PQ\x82\x83\x84")
 """Opcodes at which the unpickler would look something up: it is left to say what."""
 
 
 def load_containers(path: Path, *, pairs_of_names: bool = False) -> Any:
-    """Load a pickle that holds builtin containers, strings and numbers only.
+    """Load a pickle, plain or gzip, that holds builtin containers, strings and numbers only.
 
     Tuples of two integers may be in it, tuples of two names only where asked for. Raises ``SnapshotError``.
     """
     try:
-        with path.open("rb") as file:
+        with path.open("rb") as raw:
+            file = _unpacked(raw, path.stat().st_size)
             _check(file, _plain(pairs_of_names=pairs_of_names))
             file.seek(0)
             return _ContainersOnly(file).load()
-    except OSError as error:
-        raise SnapshotError(f"{path}: cannot be read: {error.strerror}") from error
+    except _UNREADABLE as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SnapshotError(f"{path}: cannot be read: {reason}") from error
     except SnapshotError as error:
         raise SnapshotError(f"{path}: refused: {error}") from None
     except _ERRORS as error:
         reason = str(error) or type(error).__name__
         raise SnapshotError(f"{path}: not a pickle, or a truncated one: {reason}") from error
+
+
+def _unpacked(file: BinaryIO, size: int) -> BinaryIO:
+    """Return a file as it is, or the contents of one that was packed with gzip, which must not be a bomb."""
+    packed = file.read(2) == _GZIP
+    file.seek(0)
+    if not packed:
+        return file
+    most = _MOST_EXPANSION * size + _EXPANDS_FREELY_BYTES
+    with igzip.open(file, "rb") as stream:  # type: ignore[no-untyped-call]
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise SnapshotError(f"grows more than {_MOST_EXPANSION}-fold when it is decompressed")
+    return io.BytesIO(content)
 
 
 def text(value: Any) -> str:

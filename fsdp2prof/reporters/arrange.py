@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from fsdp2prof.analyzers.layers import natural_key
 from fsdp2prof.errors import UsageError
-from fsdp2prof.reporters.document import Block, Column, Document, Table, Value
+from fsdp2prof.reporters.document import Column, Document, Section, Table, Value
+from fsdp2prof.units import plural
 from fsdp2prof.vocabulary import layer_name
 
 _LAYER = "layer"
@@ -29,17 +30,35 @@ def arranged(document: Document, sort: str | None, top: int | None) -> Document:
         known = dict.fromkeys(column.name for table in tables for column in table.columns)
         raise UsageError(f"--sort {name}: no table has such a column; there is {', '.join(known) or 'none'}")
 
-    def arrange(block: Block) -> Block:
-        return _arranged(block, name, descending, top) if isinstance(block, Table) else block
+    def arrange(sections: Sequence[Section]) -> list[Section]:
+        return [
+            replace(
+                section,
+                blocks=[
+                    _arranged(block, name, descending, top) if isinstance(block, Table) else block
+                    for block in section.blocks
+                ],
+            )
+            for section in sections
+        ]
 
     return replace(
         document,
-        sections=[
-            replace(section, blocks=[arrange(block) for block in section.blocks])
-            for section in document.sections
-        ],
+        sections=arrange(document.sections),
+        brief=arrange(_asked_for(document, name)),
         data=[_arranged(table, name, descending, top) for table in document.data],
     )
+
+
+def _asked_for(document: Document, name: str | None) -> Sequence[Section]:
+    """Return the short form's sections: where a column is asked for, the first table that has it."""
+    if name is None:
+        return document.brief
+    for section in (*document.brief, *document.sections):
+        for block in section.blocks:
+            if isinstance(block, Table) and _position(block.columns, name) is not None:
+                return [replace(section, blocks=[replace(block, whole=True)])]
+    return document.brief
 
 
 def _order(sort: str | None) -> tuple[str | None, bool | None]:
@@ -66,11 +85,12 @@ def _arranged(table: Table, name: str | None, descending: bool | None, top: int 
     if at is not None:
         rows = _sorted(rows, at, table.columns[at], descending)
     cut = 0 if top is None else max(0, len(rows) - top)
-    remark = [f"{cut:,} more are left out."] if cut else []
+    remark = [f"{plural(cut, f'more {table.noun}')} left out."] if cut else []
     return replace(
         table,
         rows=rows[: len(rows) - cut],
         limit=table.limit if top is None else None,
+        whole=table.whole or top is not None,
         remarks=[*remark, *table.remarks],
         unabridged=None if every is None else _arranged(every, name, descending, top),
     )

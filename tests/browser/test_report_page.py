@@ -21,9 +21,11 @@ from support.results import (
 )
 from support.shards import sharding_table
 
+from fsdp2prof.analyzers.ledger.replayed import with_replays
 from fsdp2prof.analyzers.sharding.layout import lay_out_shards
 from fsdp2prof.analyzers.sharding.mesh_map import map_mesh
 from fsdp2prof.analyzers.trace.operators import OperatorSum, operator_rows
+from fsdp2prof.reporters.document import Column, Document, Section, Sentences, Table
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.results.comparison import MemoryComparison
@@ -31,6 +33,7 @@ from fsdp2prof.results.finding import Finding, Place
 from fsdp2prof.results.memory import MemoryAnalysis
 from fsdp2prof.results.run import RunAnalysis
 from fsdp2prof.results.trace import TraceAnalysis
+from fsdp2prof.results.what_if import WhatIfChange
 
 
 def page_of(result: RunAnalysis | TraceAnalysis | MemoryAnalysis | MemoryComparison, source: str) -> str:
@@ -200,12 +203,32 @@ def test_timeline_and_remedies_are_on_two_screens_and_the_page_on_six(
     page: Page, tmp_path: Path, ranks: int
 ) -> None:
     file = tmp_path / "run.html"
-    file.write_text(page_of(large_run(ranks), "runs/large"), encoding="utf-8")
+    run = large_run(ranks)
+    assert run.trace is not None
+    step = run.trace.totals.step_ns or 0.0
+    tried = [
+        WhatIfChange(
+            change=change, what=what, step_ns=0.9 * step, gained_ns=0.1 * step, gained_frac=0.1,
+            memory_bytes=MIB, reason=None, least_gained_ns=0.0, most_gained_ns=step,
+            assumptions=["times of kernels stay as they are"],
+        )
+        for change, what in (
+            ("reshard=never", "never resharding after forward"),
+            ("forward_prefetch=2", "explicit forward prefetch of 2"),
+            ("backward_prefetch=2", "explicit backward prefetch of 2"),
+        )
+    ]  # fmt: skip
+    run = replace(run, trace=with_replays(run.trace, tried))
+    file.write_text(page_of(run, "runs/large"), encoding="utf-8")
     page.open(file, width=1440, height=SCREEN)
-    top = "Math.round(document.querySelector('{}').getBoundingClientRect().top + scrollY)"
-    first, findings = (page.evaluate(top.format(place)) for place in ("#timeline .chart", "#findings"))
-    assert first < SCREEN
-    assert findings < 2 * SCREEN
+    bottom = "Math.round(document.querySelector('{}').getBoundingClientRect().bottom + scrollY)"
+    remedies, chart, table = (
+        page.evaluate(bottom.format(place))
+        for place in (".verdict ol", "#timeline .chart", "#what_if .scroll")
+    )
+    assert page.evaluate("document.querySelectorAll('.verdict ol li').length") == 3
+    assert remedies < chart < 2 * SCREEN
+    assert table < 2 * SCREEN
     assert page.evaluate("document.documentElement.scrollHeight") <= 6 * SCREEN
     nav = page.evaluate("(n => [n.scrollWidth, n.clientWidth])(document.querySelector('nav'))")
     assert nav[0] <= nav[1]
@@ -270,3 +293,55 @@ def test_a_click_shows_and_marks_the_place_of_a_sentence(page: Page, tmp_path: P
     assert "layers.60" in page.evaluate(f"{found}.textContent") or "-" in page.evaluate(
         f"{found}.cells[0].textContent"
     )
+
+
+BROKEN = r"""
+(place => {
+  const broken = [], texts = document.createTreeWalker(place, NodeFilter.SHOW_TEXT);
+  const letters = [];
+  while (texts.nextNode()) {
+    const node = texts.currentNode;
+    for (let i = 0; i < node.data.length; i += 1) letters.push([node, i]);
+  }
+  for (const word of letters.map(([node, i]) => node.data[i]).join("").matchAll(/\S+/g)) {
+    const range = document.createRange();
+    range.setStart(...letters[word.index]);
+    const [last, at] = letters[word.index + word[0].length - 1];
+    range.setEnd(last, at + 1);
+    const tops = [...range.getClientRects()].map(box => box.top);
+    if (Math.max(...tops) - Math.min(...tops) > 11) broken.push(word[0]);
+  }
+  return broken;
+})"""
+"""The words of an element that stand on several lines."""
+
+NAME = "aten::_log_softmax_backward_data_of_the_whole_vocabulary_in_chunks.out"
+
+
+def with_code_and_a_name() -> Document:
+    """A page of options in a sentence, in lines to paste and in backquotes, and of a long name in a table."""
+    options = " ".join(f"--option-number-{i} {i}" for i in range(40))
+    names = Table(
+        name="names", title="Names", rows=[[NAME, "-"]],
+        columns=[Column(name="name", label="name", kind="name"), Column(name="other", label="other")],
+    )  # fmt: skip
+    said = Sentences(title="Said", lines=[f"Only {options} or `{options}` would do."])
+    paste = Sentences(title="To paste", lines=[f"torchrun {options}"], style="code")
+    return Document(title="Page", sections=[Section(anchor="all", title="All", blocks=[said, paste, names])])
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_options_break_at_spaces_and_names_only_where_nothing_else_helps(
+    page: Page, tmp_path: Path, width: int
+) -> None:
+    file = tmp_path / "page.html"
+    html = RENDERERS["html"].render(with_code_and_a_name(), RenderOptions(source="runs/first"))
+    file.write_text(str(html), encoding="utf-8")
+    page.open(file, width=width)
+    for place in ("p.sentence", "pre.code"):
+        assert page.evaluate(f"document.querySelector('{place}').getBoundingClientRect().height") > 60
+        assert page.evaluate(f"{BROKEN}(document.querySelector('{place}'))") == []
+    assert page.evaluate(f"{BROKEN}(document.querySelector('td.name'))") == ([NAME] if width == 390 else [])
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    copied = page.evaluate("document.querySelector('pre.code').textContent")
+    assert copied.startswith("torchrun --option-number-0 0 --option-number-1 1 ")

@@ -86,6 +86,41 @@ def test_a_pixel_shows_what_runs_there(page: Page, file: Path) -> None:
     assert set(empty) == {None}
 
 
+def test_it_opens_at_the_longest_wait_and_says_it(page: Page, file: Path, timeline: StepTimeline) -> None:
+    """Or at the place of the verdict's first sentence that has one, with some of the step around it."""
+    opened(page, file)
+    longest = max((stall for rank in timeline.ranks for stall in rank.stalls), key=lambda one: one.stall_ns)
+    low, high = page.evaluate(f"{T}.view")
+    assert low <= longest.needed_ns
+    assert longest.needed_ns + longest.stall_ns <= high
+    assert timeline.duration_ns / 5 < high - low < timeline.duration_ns / 2
+    assert page.evaluate("document.querySelector('.timeline [role=status]').textContent").startswith(
+        "The longest wait: rank"
+    )
+    framed = page.evaluate(f"{T}.place.layout.shapes.filter(one => one.type === 'rect').length")
+    assert framed == 1
+
+
+def test_a_label_is_a_whole_name_or_none(page: Page, file: Path, timeline: StepTimeline) -> None:
+    """Or the end of a module's path; never a part of an operator's name."""
+    opened(page, file)
+    names = ["aten::_log_softmax_backward_data", "softmax"]
+    page.evaluate(
+        f"for (const rank of {T}.ranks) {{"
+        f" rank.side.names = rank.side.names.map((_, i) => {names}[i % 2]);"
+        " for (const lane of rank.lanes.filter(one => one.key === 'compute'))"
+        " for (const span of lane.spans) span.layer = -1; }"
+    )
+    shown = set()
+    for part in range(1, 40):
+        act(page, f"{T}.look({T}.first, {T}.first + {T}.total / {part})")
+        shown |= set(page.evaluate(f"{T}.place.data.find(one => one.name === 'layers').text"))
+    modules = {f"layers.{i}" for i in range(3)} | {"(root)"}
+    assert "softmax" in shown
+    known = {*names, *modules, "", *(str(fqn) for fqn in timeline.layers)}
+    assert {text for text in shown if not text.startswith("&lt;")} <= known
+
+
 def test_show_the_worst_goes_to_the_longest_stall_and_says_it(
     page: Page, file: Path, timeline: StepTimeline
 ) -> None:

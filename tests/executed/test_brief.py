@@ -14,6 +14,7 @@ from fsdp2prof.errors import UsageError
 from fsdp2prof.reporters.document import Column, Document, Section, Table
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
+from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.ledger import LedgerRest
 from fsdp2prof.vocabulary import printable
 
@@ -143,3 +144,17 @@ def test_markdown_is_tables_without_html() -> None:
         assert "<img" not in text
         widths = {line.replace("\\|", "").count("|") for line in text.splitlines() if line.startswith("| --")}
         assert all(width > 2 for width in widths)
+
+
+def test_what_is_left_out_is_counted() -> None:
+    run = run_analysis()
+    assert run.trace is not None
+    found = [
+        Finding(id=f"x{i}", severity="medium", message=f"Loss {i}.", fqn=None, evidence={}) for i in range(6)
+    ]
+    run = replace(run, trace=replace(run.trace, findings=found), findings=found)
+    assert "and 2 more findings; all with --full" in rendered(run, "md", brief=True)
+    assert "all with --full" not in rendered(run, "md")
+    text = rendered(run, brief=True)
+    assert "more findings; all with -v" in text
+    assert "--full" not in text, "one way to see more"

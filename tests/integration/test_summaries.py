@@ -42,6 +42,7 @@ def test_ranks_that_were_summarised_say_what_their_files_said(recorded, tmp_path
     before, after = analyze_run(whole), analyze_run(run)
     assert parts(after) == parts(before)
     assert after.run.messages == before.run.messages == []
+    assert any("record again without --summary" in line for line in after.advice + after.trace.advice)  # type: ignore[union-attr]
     assert analyze_trace(run).by_layer == after.trace.by_layer  # type: ignore[union-attr]
     assert analyze_memory(run).ranks == after.memory.ranks  # type: ignore[union-attr]
     assert [rank.rank for rank in analyze_trace(run, ranks=[1]).ranks] == [1]

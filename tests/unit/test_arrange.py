@@ -47,7 +47,7 @@ def test_top_leaves_rows_out_and_says_so() -> None:
     made = arranged(table(*ROWS, limit=2), "size_bytes", 3).tables()["one"]
     assert len(made.rows) == 3
     assert made.limit is None, "what was asked for is all shown"
-    assert made.remarks[0] == "1 more are left out."
+    assert made.remarks[0] == "1 more row left out."
     assert arranged(table(*ROWS), None, 9).tables()["one"].remarks == []
 
 
@@ -78,7 +78,13 @@ def test_the_command_line_takes_them(capfd: pytest.CaptureFixture[str], tmp_path
     assert found["focus"] == {"layers": ["layers.1"], "ranks": [1], "steps": [4]}
     text = call(capfd, *trace, "--layer", "layers.1", "--top", "1").out
     assert "only layers layers.1" in text
-    assert "more are left out" in text
+    assert "more rows left out" in text
+    short = call(capfd, *trace, "--sort", "total_ns", "--top", "4").out
+    assert len(short.splitlines()) <= 40, "options of a table leave the short form"
+    shown = [line for line in short.splitlines() if " forward " in line or " backward " in line]
+    assert len(shown) == 4, "the table that has the column, as long as asked for"
+    assert short.count("─" * 20 + "\n") == 1
+    assert len(call(capfd, *trace, "--sort", "total_ns", "--full").out.splitlines()) > 60
     groups = ("--format", "csv", "--table", "groups")
     rows = call(capfd, *trace, *groups, "--sort", "layer:desc", "--top", "2").out
     assert [line.split(",")[2] for line in rows.splitlines()[1:]] == ["layers.2", "layers.2"]

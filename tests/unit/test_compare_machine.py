@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.cli import call
-from support.results import MS, run_summary
+from support.results import MS, run_summary, trace_analysis
 from synthetic import Schedule, record, transformer, write, write_run
 
 import fsdp2prof
@@ -175,6 +175,26 @@ def test_the_gate_does_not_fail_for_a_busier_machine(
     assert outcome.failed == fails
     assert bool(check([condition], slower)) == fails
     assert ("the machine was busier" in slower.verdict[0]) != fails
+
+
+def test_how_long_ranks_wait_for_a_processor_is_said_once() -> None:
+    """By the verdict where the machine changed, else by a warning for each busy side."""
+    base = trace_analysis()
+    assert base.ledger is not None
+    waited = {"starved": 0.45 * base.ledger.step_ns}
+    trace = replace(base, ledger=replace(base.ledger, causes_ns=waited))
+    for use, warned in ((QUIET, False), (BUSY, True)):
+        comparison = compare(
+            Side(path="a", kind="run", run=run_of(10, 10, 10, use=use), trace=trace),
+            Side(path="b", kind="run", run=run_of(10, 15, 15, use=BUSY), trace=trace),
+        )
+        assert (comparison.machine_changed is None) == warned
+        assert [line for line in comparison.warnings if "the host was busy" in line] == [
+            f"{side}: the host was busy, its ranks waited 45.0% of a step for a CPU core; the machine may "
+            "explain a change of step time"
+            for side in ("a", "b")
+            if warned
+        ]
 
 
 def test_a_busy_machine_excuses_no_bytes() -> None:

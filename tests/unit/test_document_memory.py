@@ -22,7 +22,7 @@ from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.analyzers.memory.peak import category_shares, fold_layers, layer_rows
 from fsdp2prof.analyzers.memory.wording import memory_advice, memory_verdict
 from fsdp2prof.readers.memory.recording import read_memory
-from fsdp2prof.reporters.document import Findings
+from fsdp2prof.reporters.document import Facts, Findings
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.memory import AtPeak, MemoryAnalysis, RankMemory
@@ -87,7 +87,8 @@ def test_the_device_is_in_the_verdict_and_the_figures_where_it_is_known() -> Non
         "device."
     )
     numbers = build(replace(analysis, key_figures=figures)).numbers
-    assert [number.value for number in numbers] == ["100.0 MiB", "300.0 MiB", "75.0%"]
+    shown = [(number.value, number.label) for number in numbers]
+    assert shown == [("100.0 MiB", "peak memory, rank 0"), ("300.0 MiB", "reserved, 75.0% of the device")]
 
 
 def test_categories_and_layers_sum_to_the_peak() -> None:
@@ -308,3 +309,27 @@ def test_every_change_is_in_the_csv() -> None:
         ("place", "aten::empty"),
     ]
     assert unexplained(text_of(memory_comparison()), json_of(memory_comparison())) == []
+
+
+@pytest.mark.parametrize(
+    ("op", "fqn", "request_line", "place"),
+    [
+        (
+            "aten::empty",
+            "",
+            "6.00 MiB by aten::empty at me/train.py:7:loss",
+            ("phase, layer", "forward, (root)"),
+        ),
+        ("/home/me/train.py:7:loss", None, "6.00 MiB at me/train.py:7:loss", ("phase", "forward")),
+    ],
+)
+def test_a_failed_request_names_its_line_once_and_no_layer_it_has_not(
+    op: str, fqn: str | None, request_line: str, place: tuple[str, str]
+) -> None:
+    analysis = memory_analysis()
+    rank = replace(analysis.ranks[0], oom=replace(out_of_memory(), op=op, fqn=fqn))
+    document = build(replace(analysis, ranks=[rank]))
+    facts = next(one for one in document.sections if one.anchor == "out_of_memory").blocks[0]
+    assert isinstance(facts, Facts)
+    assert facts.pairs["request"] == request_line
+    assert place in facts.pairs.items()

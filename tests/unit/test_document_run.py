@@ -15,6 +15,7 @@ from fsdp2prof.reporters.documents import build
 from fsdp2prof.results.finding import Finding, Severity
 from fsdp2prof.results.ledger import NOTHING
 from fsdp2prof.results.run import RunAnalysis
+from fsdp2prof.vocabulary import ERROR_LENGTH, quoted_error
 
 RAW = frozenset({"groups", "prefetch", "host_syncs", "timeline", "phase_spans"})
 
@@ -97,6 +98,8 @@ def test_parts_follow_one_another_and_the_run_comes_last() -> None:
     labels = [number.label for number in document.numbers]
     assert labels[0] == "traced step, mean"
     assert any("peak memory" in label for label in labels)
+    assert len(labels) <= 6
+    assert not any("attributed" in label for label in labels), "no figure about the analysis itself"
     names = list(document.tables())
     assert names[:2] == ["groups", "steps"]
     assert {"by_layer", "ranks", "sharding"} <= set(names)
@@ -166,3 +169,15 @@ def test_every_number_of_the_text_stands_in_the_json() -> None:
     text = text_of(run).split("fsdp2prof report")[0]
     shown = [line for line in text.splitlines() if "all with -v" not in line]
     assert unexplained("\n".join(shown), json_of(run), without=RAW) == []
+
+
+def test_an_error_that_was_cut_is_quoted_in_whole_sentences() -> None:
+    said = "OutOfMemoryError: out of memory. Tried to allocate 8.00 GiB. This process has 22.68 GiB memo"
+    for error in (f"{said} ...", said + "x" * (ERROR_LENGTH - len(said))):
+        assert quoted_error(error) == "OutOfMemoryError: out of memory. Tried to allocate 8.00 GiB."
+    assert quoted_error("ValueError: no such file") == "ValueError: no such file"
+    assert quoted_error("KeyError: a long ...") == "KeyError: a long ..."
+    run = run_analysis()
+    broken = replace(run.run.ranks[1], state="crashed", error=f"{said} ...")
+    run = replace(run, run=replace(run.run, ranks=[run.run.ranks[0], broken]))
+    assert "GiB memo" not in text_of(run, verbose=True)

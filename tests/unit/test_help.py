@@ -70,6 +70,14 @@ def test_the_other_options_are_listed_when_they_are_asked_for(capfd: pytest.Capt
             assert "--help-all" not in {name for one in command.params for name in one.opts}
 
 
+def test_help_fits_a_terminal_and_breaks_inside_no_option(capfd: pytest.CaptureFixture[str]) -> None:
+    for name, command in COMMANDS.items():
+        more = "--help-all" if len(command.options) > MOST_OPTIONS else "--help"
+        lines = call(capfd, *name.split(), more).out.splitlines()
+        assert not [line for line in lines if line.startswith("  -") and len(line) > 100]
+        assert not [line for line in lines if line.startswith("   ") and line.endswith("-")]
+
+
 def test_names_that_an_option_had_are_accepted_and_not_listed(capfd: pytest.CaptureFixture[str]) -> None:
     assert " --rank " not in call(capfd, "analyze", "trace", "--help-all").out
     (shown,) = (one for one in COMMANDS["analyze trace"].options if one.name == "show_rank")

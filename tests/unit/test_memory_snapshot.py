@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import pickle
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.snapshots import SnapshotBuilder
+from support.snapshots import SnapshotBuilder, Training
 
 from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.analyzers.memory.prepared import allocated_totals, event_times, reserved_totals
@@ -17,6 +18,8 @@ from fsdp2prof.errors import SnapshotError
 from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.recorder.memory.recording_file import write_recording
 from fsdp2prof.tables import NEVER, MemoryRecording
+from fsdp2prof.workflows.analyze import analyze_memory as of_job
+from fsdp2prof.workflows.job.job_files import open_job
 
 
 def read(builder: SnapshotBuilder, folder: Path, **options: int) -> MemoryRecording:
@@ -288,3 +291,19 @@ def test_every_real_snapshot_ends_with_what_its_blocks_say(real_data: Path):
         if path.name != "generated_by_mosaic.pickle":  # whose blocks do not fill its segments
             assert reserved(recording)[-1] == blocks.size.sum(), path
         assert min(totals(recording)) >= 0
+
+
+def test_a_snapshot_packed_with_gzip_reads_as_it_is(tmp_path: Path) -> None:
+    plain = Training().get("x", 900).write(tmp_path / "snapshot.pickle")
+    packed = tmp_path / "snapshot.pickle.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    (found,), (expected,) = read_memory(packed), read_memory(plain)
+    assert found.allocations.size.tolist() == expected.allocations.size.tolist()
+    whole = of_job(open_job(packed)).ranks[0].peak.allocated_bytes
+    assert whole == of_job(open_job(plain)).ranks[0].peak.allocated_bytes > 0
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(SnapshotError, match="cannot be read"):
+        read_memory(packed)
+    packed.write_bytes(gzip.compress(bytes(64 << 20)))
+    with pytest.raises(SnapshotError, match="grows more than 100-fold"):
+        read_memory(packed)

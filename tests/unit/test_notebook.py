@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from html import escape, unescape
 from pathlib import Path
 
 import pandas as pd
@@ -68,12 +70,19 @@ def test_html_of_a_notebook_has_no_script_and_escapes() -> None:
 
 
 def test_a_recording_shows_its_first_screen(tmp_path: Path) -> None:
+    """What is said first, and the timeline in a frame of its own, whose scripts reach nothing else."""
     schedule = Schedule(roots=(transformer(2),), shard=2)
     run = write_run(record(schedule, schedule), tmp_path / "run")
     html = fsdp2prof.load(run)._repr_html_()
-    assert "Communication by layer" in html
-    assert "Command and environment" not in html
-    assert "<script" not in html
+    (frame,) = re.findall(r'<iframe [^>]*sandbox="allow-scripts allow-downloads" srcdoc="([^"]*)"', html)
+    around = html.replace(frame, "")
+    for line in fsdp2prof.analyze_trace(run).verdict:
+        assert escape(line) in around or line in around
+    assert "<script" not in around
+    assert "Communication by layer" not in around, "no table of the terminal's"
+    page = unescape(frame)
+    assert "data-timeline" in page
+    assert page.count("<section") == 1
 
 
 def test_a_trial_shows_what_each_setting_gained() -> None:

@@ -12,6 +12,7 @@ from fsdp2prof.readers.run.directory import is_run_directory, open_recording, op
 from fsdp2prof.run_directory import node_file, rank_folder
 from fsdp2prof.workflows.check import check_run
 from fsdp2prof.workflows.inspect import inspect_run_sharding
+from fsdp2prof.workflows.job.job_files import open_job
 
 
 def write(path, document):
@@ -76,6 +77,13 @@ def test_a_rank_left_out_on_purpose_misses_nothing(run):
     assert left_out == "1 of 2 ranks were not recorded (--ranks): 0"
     assert missing == "rank 1: complete, but trace.json.gz is missing"
     assert present(present(open_run(run).rank(1)).memory).name == "memory.pickle"
+
+
+def test_a_packed_snapshot_is_a_rank_s_recording(run):
+    make_rank(run, 0, files=("memory.pickle.gz", "oom.pickle.gz"), memory_steps=[2])
+    assert not any("memory" in line for line in open_run(run).messages)
+    found = open_job(run).memory.files
+    assert [file.path.name for file in found] == ["memory.pickle.gz", "oom.pickle.gz"]
 
 
 def test_a_rank_whose_manifest_is_no_json_is_told(run):

@@ -150,10 +150,9 @@ def test_a_host_that_runs_ahead_is_not_to_blame(tmp_path: Path) -> None:
     """Its unrecorded steps are shorter than the device's work: its clock times the host alone."""
     (recording,) = record(Schedule(roots=(transformer(6, forward_ns=2 * MS, host_ns=3 * MS),)))
     trace = read_trace(write(recording, tmp_path / "trace.json"), workers=1)
-    kinds: tuple[Any, ...] = ("plain", "plain", "plain", "traced")
-    manifest = RankManifest(
-        steps=[StepInfo(step=i, start_ns=0, duration_ns=1 * MS, kind=kind) for i, kind in enumerate(kinds)]
-    )
+    steps = [StepInfo(step=i, start_ns=0, duration_ns=1 * MS, kind="plain") for i in range(3)]
+    traced = StepInfo(step=3, start_ns=0, duration_ns=1 * MS, kind="traced")
+    manifest = RankManifest(steps=[*steps, traced])
     found = merge([analyze_rank(trace, manifest)], manifests=[manifest])
     assert found.host_runs_ahead
     assert found.unrecorded_step is None

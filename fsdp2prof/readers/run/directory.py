@@ -23,6 +23,7 @@ from fsdp2prof.readers.run.documents import UnreadableError, read_document
 from fsdp2prof.readers.run.nodes import node_ranks, read_run_info
 from fsdp2prof.run_directory import (
     MANIFEST_FILE,
+    PACKED,
     RECORDING_FILE,
     RUN_FILE,
     SNAPSHOT_FILE,
@@ -36,7 +37,7 @@ from fsdp2prof.run_directory import (
     recording_folder,
     recording_number,
 )
-from fsdp2prof.vocabulary import CATEGORIES
+from fsdp2prof.vocabulary import CATEGORIES, quoted_error
 
 _MOST_LISTED = 12
 _RANK_FOLDER = re.compile(r"rank-([0-9]{5,6})")
@@ -179,7 +180,8 @@ def _read_rank(rank: int, folder: Path, info: RunInfo) -> RankRecord:
         except UnreadableError as error:
             messages.append(str(error))
     trace = folder / TRACE_FILE
-    memory = next((f for f in (folder / SNAPSHOT_FILE, folder / STORAGE_COUNT_FILE) if f.is_file()), None)
+    names = (SNAPSHOT_FILE, SNAPSHOT_FILE + PACKED, STORAGE_COUNT_FILE)
+    memory = next((folder / name for name in names if (folder / name).is_file()), None)
     summary = folder / SUMMARY_FILE
     summarised = summary.is_file()
     if manifest is not None and manifest.state == "complete" and not summarised:
@@ -205,7 +207,7 @@ def _state_messages(manifest: RankManifest) -> list[str]:
     if manifest.state == "running":
         messages.append("still running, or killed before it wrote how it ended")
     elif manifest.state == "crashed":
-        messages.append(f"crashed: {manifest.error or 'no exception was seen'}")
+        messages.append(f"crashed: {quoted_error(manifest.error or 'no exception was seen')}")
     elif manifest.state == "partial" and not messages:
         messages.append("ended before its recording was complete")
     return messages

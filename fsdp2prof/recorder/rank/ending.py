@@ -26,12 +26,10 @@ from fsdp2prof.recorder.identity import identify
 from fsdp2prof.recorder.rank.session import RankSession
 from fsdp2prof.recorder.rank.tracing import kineto_is_used
 from fsdp2prof.recorder.settings import Settings
+from fsdp2prof.vocabulary import ERROR_LENGTH
 
 GRACE_S = 5.0
 """Seconds the main thread has to react to SIGTERM."""
-
-ERROR_LENGTH = 200
-"""Characters kept of an exception's last line."""
 
 
 _lock = threading.Lock()

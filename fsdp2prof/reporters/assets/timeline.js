@@ -5,21 +5,22 @@ const MS = 1e6;
 const NARROW = 640, ROW_HEIGHT = 18, MARGIN = 84;
 const LEAST_TEXT = 46, TEXT_WIDTH = 6.3, TEXTS = 250, ARROWS = 30, HATCHED = 300;
 const ON_PALE = "#1f2933";
+const SEEN_FIRST = 0.25;  // of the step
 const MOST_ROWS = 48;  // from which on a column is wider than a pixel
 const BELOW_COMPUTE = ["memcpy", "other_comm", "all_reduce", "reduce_scatter", "all_gather", "fsdp_copy", "compute"];
 
 const milliseconds = ns => `${(ns / MS).toLocaleString("en", { maximumSignificantDigits: 4 })} ms`;
 const mebibytes = bytes => `${(bytes / 2 ** 20).toLocaleString("en", { maximumSignificantDigits: 4 })} MiB`;
 const escaped = text => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-// A name that fits whole, else its last parts; nothing where these do not fit or are a bare number.
-const fitting = (text, most) => {
-  let rest = text;
+// A module that fits whole, else its last parts; nothing where these do not fit or are a bare number.
+const fittingModule = (fqn, most) => {
+  let rest = fqn;
   while (rest.length > most) {
-    const cut = rest.search(/[.:_/]\w/);
+    const cut = rest.search(/[.:]\w/);
     if (cut < 0) return "";
     rest = rest.slice(cut + 1);
   }
-  return /^[\d.:_/]+$/.test(rest) ? "" : rest;
+  return /^[\d.:]+$/.test(rest) ? "" : rest;
 };
 
 function unpack([key, gaps, ...columns]) {
@@ -69,6 +70,7 @@ class Timeline {
     this.arrange("most");
     this.drawn = this.paint();
     this.listen();
+    this.begin();
   }
 
   // What is shown.
@@ -256,9 +258,12 @@ class Timeline {
       x: shown.map(({ start, end }) => (start + end) / 2 / MS),
       y: shown.map(({ y }) => y),
       text: shown.map(({ start, end, span, row }) => {
-        const name = span.layer >= 0 && row.rank.side.layers[span.layer] !== null
-          ? this.layer(row.rank.side, span.layer) : row.rank.side.names[span.name] ?? "";
-        return escaped(fitting(name, Math.floor((end - start) / pixel / TEXT_WIDTH)));
+        const most = Math.floor((end - start) / pixel / TEXT_WIDTH);
+        if (span.layer >= 0 && row.rank.side.layers[span.layer] !== null) {
+          return escaped(fittingModule(this.layer(row.rank.side, span.layer), most));
+        }
+        const name = row.rank.side.names[span.name] ?? "";
+        return name.length > most ? "" : escaped(name);
       }),
       textfont: { size: 11, color: shown.map(({ row, span }) => (
         row.key === "host" ? ink : span.wait > (span.end - span.start) / 2 ? ON_PALE : "#ffffff"
@@ -381,13 +386,26 @@ class Timeline {
     this.say([`${this.worst + 1} of ${this.stalls.length}: ${this.saysStall(stall.rank, stall).join("; ")}.`]);
   }
 
-  // The window that a sentence of the page is about.
-  showWindow(rank, from, to) {
-    const index = this.ranks.findIndex(one => one.rank === rank);
+  // What is seen first: the place of the verdict's first sentence that has one, else the longest wait, with
+  // enough of the step around it to tell where it is.
+  begin() {
+    const said = document.querySelector(".verdict a.place[data-from]");
+    if (said) return this.showWindow(...placeOf(said), SEEN_FIRST * this.total);
+    const [stall] = this.stalls;
+    if (!stall) return undefined;
+    const from = Math.min(stall.needed, stall.start), to = Math.max(stall.until, stall.end);
+    this.showWindow(stall.rank.rank, from, to, SEEN_FIRST * this.total, stall.rank);
+    return this.say([`The longest wait: ${this.saysStall(stall.rank, stall).join("; ")}.`]);
+  }
+
+  // The window that a sentence of the page is about, and at least so much of the step.
+  showWindow(rank, from, to, least = 0, whose = undefined) {
+    const index = this.ranks.findIndex(one => one === (whose ?? one) && one.rank === rank);
     if (index < 0) return;
     this.mark = { rank: this.ranks[index], from, to };
     if (!this.rows[0].key || !this.rows.some(row => row.rank === this.mark.rank)) this.choose(String(index));
-    this.look(from - 0.6 * (to - from), to + 0.6 * (to - from));
+    const around = Math.max(0.6 * (to - from), (least - (to - from)) / 2);
+    this.look(from - around, to + around);
     this.say([`Framed: ${this.title(this.mark.rank)}, ${milliseconds(to - from)} from ${milliseconds(from)}.`]);
   }
 
@@ -488,6 +506,7 @@ class Timeline {
   }
 }
 
+const placeOf = ({ dataset: { rank, from, to } }) => [Number(rank), Number(from), Number(to)];
 const timelines = new Map();
 for (const box of document.querySelectorAll("[data-timeline]")) {
   const { timeline: name } = box.dataset;
@@ -496,6 +515,5 @@ for (const box of document.querySelectorAll("[data-timeline]")) {
 addEventListener("click", event => {
   const link = event.target.closest("a.place[data-from]");
   if (!link) return;
-  const { rank, from, to } = link.dataset;
-  timelines.values().next().value?.showWindow(Number(rank), Number(from), Number(to));
+  timelines.values().next().value?.showWindow(...placeOf(link));
 });

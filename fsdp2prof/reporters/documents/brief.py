@@ -13,7 +13,7 @@ from fsdp2prof.reporters.formats import show_ns
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.what_if import WhatIfChange
 from fsdp2prof.units import format_bytes, format_frac, format_ns
-from fsdp2prof.vocabulary import CONFIDENCES, GAIN_BASES
+from fsdp2prof.vocabulary import CONFIDENCES, GAIN_BASES, quoted_error
 
 if TYPE_CHECKING:
     from fsdp2prof.results.memory import MemoryAnalysis
@@ -29,9 +29,9 @@ _ALIKE = 1.05
 _ORDER = (
     "out_of_memory",
     "timeline",
-    "findings",
     "tried",
     "what_if",
+    "findings",
     "lost",
     "communication",
     "memory",
@@ -247,7 +247,7 @@ def _slowest(trace: TraceAnalysis) -> list[str]:
 
 
 def _ended(rank: RunRank) -> str:
-    error = f": {rank.error}" if rank.error else ""
+    error = f": {quoted_error(rank.error)}" if rank.error else ""
     return f"rank {rank.rank} {'crashed' if rank.state == 'crashed' else f'is {rank.state}'}{error}"
 
 

@@ -21,9 +21,6 @@ from fsdp2prof.results.peak import OutOfMemory
 from fsdp2prof.units import format_bytes, format_frac, plural
 from fsdp2prof.vocabulary import PHASES, layer_name
 
-_WORTH_A_NUMBER = 0.001
-"""Unattributed part of the peak from which it is among the key figures."""
-
 
 @builds(MemoryAnalysis)
 def memory_document(analysis: MemoryAnalysis) -> Document:
@@ -52,14 +49,13 @@ def memory_numbers(analysis: MemoryAnalysis) -> list[KeyFigure]:
     found = analysis.key_figures
     if found is None:
         return []
-    numbers = [KeyFigure(value=format_bytes(found.allocated_bytes), label=f"peak memory, rank {found.rank}")]
+    sizes = {f"peak memory, rank {found.rank}": found.allocated_bytes}
     if found.reserved_bytes is not None:
-        numbers.append(KeyFigure(value=format_bytes(found.reserved_bytes), label="reserved"))
-    if found.device_frac is not None:
-        numbers.append(KeyFigure(value=format_frac(found.device_frac), label="of the device"))
-    if found.unattributed_frac >= _WORTH_A_NUMBER:
-        numbers.append(KeyFigure(value=format_frac(found.unattributed_frac), label="of it unattributed"))
-    return numbers
+        sizes["reserved"] = found.reserved_bytes
+    *others, last = sizes
+    full = last if found.device_frac is None else f"{last}, {format_frac(found.device_frac)} of the device"
+    labels = dict(zip(sizes, [*others, full], strict=True))
+    return [KeyFigure(value=format_bytes(size), label=labels[name]) for name, size in sizes.items()]
 
 
 def memory_sections(analysis: MemoryAnalysis) -> list[Section]:
@@ -79,10 +75,14 @@ def memory_data(analysis: MemoryAnalysis) -> list[Table]:
 def _failure_section(rank: RankMemory, oom: OutOfMemory) -> Section:
     """Lay out a failed request of the fullest rank that has one."""
     title = f"Out of memory on rank {rank.rank}"
-    by = oom.op or "-"
+    by = "" if oom.op is None or oom.op.endswith(oom.place or "-") else f" by {oom.op}"
+    request = f"{format_bytes(oom.requested_bytes)}{by}" + (f" at {oom.place}" if oom.place else "")
+    where = (
+        {"phase": oom.phase} if oom.fqn is None else {"phase, layer": f"{oom.phase}, {layer_name(oom.fqn)}"}
+    )
     facts = {
-        "request": f"{format_bytes(oom.requested_bytes)} by {by}" + (f" at {oom.place}" if oom.place else ""),
-        "phase, layer": f"{oom.phase}, {layer_name(oom.fqn)}",
+        "request": request,
+        **where,
         "allocated": format_bytes(oom.allocated_bytes),
         "reserved after emptying the cache": _bytes(oom.reserved_bytes),
         "free on the device": _bytes(oom.device_free_bytes),

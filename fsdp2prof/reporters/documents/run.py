@@ -18,7 +18,7 @@ from fsdp2prof.reporters.documents.trace import trace_data, trace_numbers, trace
 from fsdp2prof.reporters.documents.trial import trial_section
 from fsdp2prof.results.run import RunAnalysis, RunRank, RunSummary, Sharded
 from fsdp2prof.units import plural
-from fsdp2prof.vocabulary import dtype_label, layer_name
+from fsdp2prof.vocabulary import dtype_label, layer_name, quoted_error
 
 _RANK_ROWS = 8
 _HOSTS_NAMED = 4
@@ -115,7 +115,11 @@ def _rank_table(ranks: Sequence[RunRank]) -> Table:
         c.text("memory", of=lambda rank: _captured(rank.memory_steps, rank.has_memory)),
         c.text("host", of=lambda rank: rank.host or None),
         c.text("device", of=lambda rank: rank.device or None),
-        *([c.prose("error", of=lambda rank: rank.error or "")] if any(rank.error for rank in ranks) else []),
+        *(
+            [c.prose("error", of=lambda rank: quoted_error(rank.error or ""))]
+            if any(rank.error for rank in ranks)
+            else []
+        ),
     ]
     rows = sorted(ranks, key=lambda rank: (rank.state == "complete", rank.rank))
     note = "ranks with problems first; unrecorded step: median"

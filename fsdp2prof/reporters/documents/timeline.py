@@ -279,10 +279,10 @@ def _stall_table(sides: Sequence[Side]) -> list[Table]:
     columns = [
         *([c.text("side", of=0)] if several else []),
         c.layer(of="2.fqn"),
+        c.ms("stall_ns", "waited", of="2.stall_ns"),
         c.text("phase", of="2.phase"),
         c.op("op", of="2.lane"),
         c.number("rank", of=1),
-        c.ms("stall_ns", "waited", of="2.stall_ns"),
         c.word("cause", "mainly because", LATE_CAUSES, of="2.cause"),
         c.ms("needed_ns", "needed\nat", of="2.needed_ns"),
         c.ms("end_ns", "ended\nat", of="2.end_ns"),

@@ -76,7 +76,7 @@ def trace_document(analysis: TraceAnalysis) -> Document:
 
 
 def trace_numbers(analysis: TraceAnalysis) -> list[KeyFigure]:
-    """Return the numbers that a reader needs first; none without steps."""
+    """Return the numbers that a reader needs first, four at most; none without steps."""
     totals, step = analysis.totals, analysis.unrecorded_step
     if totals.step_ns is None:
         return []
@@ -87,10 +87,10 @@ def trace_numbers(analysis: TraceAnalysis) -> list[KeyFigure]:
     if exposed is not None and any(layer.fqn is not None for layer in analysis.layers):
         label = f"of the traced step is {LEDGER_CAUSES['communication'].label}"
         numbers.append(KeyFigure(value=format_frac(exposed), label=label))
-    if totals.tokens_per_s is not None:
-        numbers.append(KeyFigure(value=f"{totals.tokens_per_s:,.0f}", label="tokens/s over all ranks"))
     if totals.mfu is not None:
         numbers.append(KeyFigure(value=format_frac(totals.mfu), label="MFU"))
+    elif totals.tokens_per_s is not None:
+        numbers.append(KeyFigure(value=f"{totals.tokens_per_s:,.0f}", label="tokens/s over all ranks"))
     return numbers
 
 

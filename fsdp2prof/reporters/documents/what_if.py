@@ -19,13 +19,13 @@ _GAINS = 0.0005
 @builds(WhatIf)
 def what_if_document(result: WhatIf) -> Document:
     """Lay out what a change gains."""
-    blocks: list[Block] = [*_tried(result.tried, _TITLE)]
+    gains, grounds = _tried(result.tried, _TITLE)
     return Document(
         title=f"What if: {result.path}",
         subtitle=f"{plural(len(result.ranks), 'rank')}, {plural(result.steps, 'step')}",
         numbers=_numbers(result),
         sections=[
-            Section(anchor="what_if", title=_TITLE, blocks=blocks),
+            Section(anchor="what_if", title=_TITLE, blocks=[*gains, *grounds]),
             *_shown(result),
             Section(
                 anchor="assumptions", title="Assumptions and error", blocks=[_grounds(result)], detail=True
@@ -35,10 +35,13 @@ def what_if_document(result: WhatIf) -> Document:
 
 
 def what_if_section(tried: Sequence[WhatIfChange]) -> list[Section]:
-    """Return the section of single changes that were tried on a recording; none without any."""
-    blocks = _tried(tried, _TITLE)
+    """Return the sections of the single changes that were tried: their gains, and on what grounds."""
+    gains, grounds = _tried(tried, _TITLE)
     lead = "Each change alone, by replaying the recorded steps with it."
-    return [Section(anchor="what_if", title=_TITLE, lead=lead, blocks=blocks)] if blocks else []
+    return [
+        *c.section("what_if", _TITLE, *gains, lead=lead),
+        *c.section("replays", "Assumptions of the replays", *grounds, detail=True),
+    ]
 
 
 def _numbers(result: WhatIf) -> list[KeyFigure]:
@@ -49,7 +52,8 @@ def _numbers(result: WhatIf) -> list[KeyFigure]:
     return figures
 
 
-def _tried(tried: Sequence[WhatIfChange], title: str) -> list[Block]:
+def _tried(tried: Sequence[WhatIfChange], title: str) -> tuple[list[Block], list[Block]]:
+    """Return what the changes gain, and what the replays assume and could not try."""
     applied = [row for row in tried if row.step_ns is not None]
     reasons: dict[str | None, list[str]] = {}
     for row in tried:
@@ -61,6 +65,7 @@ def _tried(tried: Sequence[WhatIfChange], title: str) -> list[Block]:
     hardware = [row for row in gains if row.other_hardware and settings is not applied]
     without = [row.change for row in applied if row not in settings and not row.other_hardware]
     blocks: list[Block] = []
+    grounds: list[Block] = []
     if applied:
         blocks.append(_table(settings, applied, title))
     if hardware:
@@ -69,10 +74,10 @@ def _tried(tried: Sequence[WhatIfChange], title: str) -> list[Block]:
         blocks.append(Sentences(title="Without a gain", lines=[", ".join(without)], style="list"))
     notes = list(dict.fromkeys(f"{row.change}: {note}" for row in applied for note in row.assumptions))
     if notes:
-        blocks.append(Sentences(title="Assumed", lines=notes, style="list"))
+        grounds.append(Sentences(title="Assumed", lines=notes, style="list"))
     if others:
-        blocks.append(Sentences(title="Does not apply", lines=others, style="list"))
-    return blocks
+        grounds.append(Sentences(title="Does not apply", lines=others, style="list"))
+    return blocks, grounds
 
 
 def _gain(row: WhatIfChange) -> str:

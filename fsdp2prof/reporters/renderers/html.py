@@ -13,13 +13,14 @@ import hashlib
 import json
 import re
 from base64 import b64encode
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from fsdp2prof import __version__
 from fsdp2prof.reporters.charts.figure import DARK
-from fsdp2prof.reporters.document import CHANGES, Block, Column, Document, Table, Value
+from fsdp2prof.reporters.document import CHANGES, Block, Column, Document, Section, Table, Value
 from fsdp2prof.reporters.renderers import RenderOptions
 from fsdp2prof.reporters.renderers.terminal import shorten
 from fsdp2prof.vocabulary import layer_name, printable
@@ -33,8 +34,12 @@ _ROW_LIMIT = 2000
 _NAME_LENGTH = 120
 """Characters of a name in a table; the middle of a longer one is left out, the whole shown on hover."""
 
+_WHOLE_NAME = 24
+"""Characters of a name that never breaks."""
+
 _BREAK = re.compile(r"([._:/,](?=[^\W\d])|(?<=[^\W\d])\.(?=\d))")
-_CODE = re.compile("`([^`]+)`")
+_CODE = re.compile("`([^`]+)`|(?<![^\\s(])--[a-z][\\w-]*")
+_BREAKABLE = re.compile(r"\S*[-/?]\S*")
 _LONG = re.compile(r"[\w.:/,]{30,}")
 
 
@@ -43,35 +48,58 @@ class HtmlRenderer:
 
     def render(self, document: Document, options: RenderOptions) -> str:
         """Fill the template with the document; ``options.source`` is the page's title."""
-        from markupsafe import Markup
+        return _page(document, options)
 
-        charts = document.charts()
-        details = {name: chart.detail for name, chart in charts.items() if chart.detail is not None}
-        scripts = [_asset("datatables.min.js"), _asset("tables.js")]
-        if charts:
-            scripts += [_plotly(), _asset("charts.js")]
-        if details:
-            scripts.append(_asset("timeline.js"))
-        loader = _asset("load.js")
-        page: str = _template("page").render(
-            document=document,
-            title=options.source or document.title,
-            figures=Markup(_json_in_script({name: chart.figure for name, chart in charts.items()})),
-            details=_packed(json.dumps(details, allow_nan=False, separators=(",", ":"))) if details else "",
-            dark=Markup(_json_in_script(DARK)),
-            loader=Markup(loader),
-            scripts=[_packed(script) for script in scripts],
-            script_hashes=[_hash(script) for script in (loader, *scripts)],
-            css=Markup(_asset("page.css")),
-            version=__version__,
-        )
-        return page
+
+def _page(document: Document, options: RenderOptions, *, embedded: bool = False) -> str:
+    """Fill the template with the document; ``embedded``: only its sections are seen."""
+    from markupsafe import Markup
+
+    charts = document.charts()
+    details = {name: chart.detail for name, chart in charts.items() if chart.detail is not None}
+    scripts = [_asset("datatables.min.js"), _asset("tables.js")]
+    if charts:
+        scripts += [_plotly(), _asset("charts.js")]
+    if details:
+        scripts.append(_asset("timeline.js"))
+    loader = _asset("load.js")
+    page: str = _template("page").render(
+        document=document,
+        title=options.source or document.title,
+        figures=Markup(_json_in_script({name: chart.figure for name, chart in charts.items()})),
+        details=_packed(json.dumps(details, allow_nan=False, separators=(",", ":"))) if details else "",
+        dark=Markup(_json_in_script(DARK)),
+        loader=Markup(loader),
+        scripts=[_packed(script) for script in scripts],
+        script_hashes=[_hash(script) for script in (loader, *scripts)],
+        css=Markup(_asset("page.css")),
+        version=__version__,
+        embedded=embedded,
+    )
+    return page
 
 
 def render_fragment(document: Document) -> str:
-    """Return the short form as HTML for a notebook: no script, so no chart."""
-    fragment: str = _template("fragment").render(document=document)
+    """Return the first screen as HTML for a notebook: what is said first, then the timeline.
+
+    The timeline is a page in a frame: no script is the notebook's. Without one, the short form follows.
+    """
+    framed = _timeline_alone(document)
+    frame = None if framed is None else _page(framed, RenderOptions(), embedded=True)
+    fragment: str = _template("fragment").render(document=document, frame=frame)
     return fragment
+
+
+def _timeline_alone(document: Document) -> Document | None:
+    """Return a document with its timeline alone, and what leads there; None without one."""
+    charts = [one for one in document.charts().values() if one.detail is not None]
+    if not charts:
+        return None
+    places = {
+        line: [link for link in links if link.window is not None] for line, links in document.places().items()
+    }
+    section = Section(anchor=charts[0].name, title="", blocks=charts[:1])
+    return replace(document, sections=[section], places=lambda: places, numbers=(), warnings=())
 
 
 @cache
@@ -88,12 +116,14 @@ def _template(name: str) -> Any:
     environment.filters |= {
         "breakable": _breakable,
         "cell": _cell,
+        "code": _code,
         "data": _data,
         "full": _full,
         "full_rows": _full_rows,
         "header": _header,
         "kind": _kind,
         "layer_name": layer_name,
+        "long": _long,
         "printable": printable,
         "sentence": _sentence,
     }
@@ -116,8 +146,23 @@ def _sentence(line: str) -> Markup:
     """Escape a sentence; code in backquotes; long words may break after a dot or underscore."""
     from markupsafe import Markup, escape
 
-    text = _CODE.sub(r"<code>\1</code>", str(escape(printable(line))))
+    def code(found: re.Match[str]) -> str:
+        return _whole_words(found[0]) if found[1] is None else f"<code>{_whole_words(found[1])}</code>"
+
+    text = _CODE.sub(code, str(escape(printable(line))))
     return Markup(_LONG.sub(lambda word: _BREAK.sub(r"\1<wbr>", word.group()), text))
+
+
+def _code(line: str) -> Markup:
+    """Escape a line of code, which breaks at its spaces and at no hyphen."""
+    from markupsafe import Markup, escape
+
+    return Markup(_whole_words(str(escape(printable(line)))))
+
+
+def _whole_words(text: str) -> str:
+    """Mark words of escaped text that a browser would break at a hyphen or slash though a line holds them."""
+    return _BREAKABLE.sub(r"<span class='whole'>\g<0></span>", text)
 
 
 def _cell(value: Value, column: Column) -> str:
@@ -126,10 +171,15 @@ def _cell(value: Value, column: Column) -> str:
 
 
 def _breakable(text: str) -> Markup:
-    """Escape a name that may break after a dot or an underscore, never inside a word."""
+    """Escape a name that may break after a dot or an underscore where it is long, never inside a word."""
     from markupsafe import Markup, escape
 
-    return Markup(_BREAK.sub(r"\1<wbr>", str(escape(text))))
+    name = escape(text)
+    return Markup(_BREAK.sub(r"\1<wbr>", str(name))) if _long(text) else name
+
+
+def _long(name: str) -> bool:
+    return len(name) > _WHOLE_NAME
 
 
 def _data(value: Value, column: Column) -> Value:

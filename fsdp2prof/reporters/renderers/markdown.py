@@ -21,6 +21,7 @@ from fsdp2prof.reporters.document import (
     Value,
 )
 from fsdp2prof.reporters.renderers import RenderOptions
+from fsdp2prof.units import plural
 from fsdp2prof.vocabulary import layer_name, printable
 
 
@@ -71,6 +72,8 @@ def _block(block: Block, heading: str) -> Iterator[str]:
         yield _list([f"{name}: {value}" for name, value in block.pairs.items()])
     elif isinstance(block, Findings):
         yield _list([f"{one.severity}: {_where(one.fqn)}{one.message}" for one in block.findings])
+        if block.more:
+            yield f"and {plural(block.more, 'more finding')}; all with --full"
     else:
         yield from _sentences(block)
 
@@ -88,6 +91,8 @@ def _sentences(block: Sentences) -> Iterator[str]:
         yield from map(escaped, block.lines)
     else:
         yield _list(block.lines)
+    if block.more:
+        yield f"{block.more} more with --full"
 
 
 def _list(lines: Sequence[str], *, numbered: bool = False) -> str:
@@ -111,7 +116,7 @@ def _table(table: Table) -> Iterator[str]:
     yield "\n".join(lines)
     left_out = len(table.rows) - len(table.rows[: table.limit])
     if left_out:
-        yield f"and {left_out:,} more"
+        yield f"and {plural(left_out, f'more {table.noun}')}"
     if table.remarks:
         yield _list(table.remarks)
 

@@ -192,7 +192,7 @@ def _next(document: Document, options: RenderOptions) -> list[str]:
     others = [section.anchor for section in document.sections if section.anchor not in shown]
     more = ", ..." if len(others) > _PARTS_NAMED else ""
     parts = f"; --section NAME one part: {', '.join(others[:_PARTS_NAMED])}{more}" if others else ""
-    return [*(report if options.source else ()), f"--full prints everything{parts}"]
+    return [*(report if options.source else ()), f"-v prints everything{parts}"]
 
 
 def _command(verb: str, options: RenderOptions) -> str:
@@ -230,7 +230,7 @@ def _shorter(document: Document) -> Iterator[Document]:
 def _few(lines: Sequence[str], most: int) -> list[str]:
     """Return the first lines that are short enough to be read at a glance, and how many are left out."""
     shown = [shorten(line, _WARNING) for line in lines[:most]]
-    return [*shown, f"{len(lines) - most} more with --full"] if len(lines) > most else shown
+    return [*shown, f"{len(lines) - most} more with -v"] if len(lines) > most else shown
 
 
 def _with_one_less(sections: Sequence[Section]) -> list[Section] | None:
@@ -337,12 +337,12 @@ def _findings(block: Findings) -> RenderableType:
             _text(finding.severity, _SEVERITY_STYLES[finding.severity]), _text(where + finding.message)
         )
     if block.more:
-        table.add_row("", _text(f"and {plural(block.more, 'more finding')}; all with --full", "dim"))
+        table.add_row("", _text(f"and {plural(block.more, 'more finding')}; all with -v", "dim"))
     return table
 
 
 def _sentences(block: Sentences) -> RenderableType:
-    lines = [*block.lines, *([f"{block.more} more with --full"] if block.more else [])]
+    lines = [*block.lines, *([f"{block.more} more with -v"] if block.more else [])]
     if block.style in ("plain", "code"):
         return Group(*map(_text, lines))
     return _list(lines, "yellow" if block.style == "warning" else "")

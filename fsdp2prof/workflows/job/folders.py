@@ -25,7 +25,7 @@ _MOST_ENTRIES = 100_000
 
 _TRACE_SUFFIXES = (".json", ".json.gz", ".sqlite")
 _PROFILER_SUFFIXES = (".pt.trace.json", ".pt.trace.json.gz")
-_MEMORY_SUFFIXES = (".pickle", ".pkl", ".npz")
+_MEMORY_SUFFIXES = (".pickle", ".pkl", ".pickle.gz", ".pkl.gz", ".npz")
 
 
 def is_trace_name(path: PurePath) -> bool:

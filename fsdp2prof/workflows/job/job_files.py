@@ -16,7 +16,7 @@ from zipfile import BadZipFile, ZipFile
 from fsdp2prof.errors import InputError
 from fsdp2prof.readers.trace.chrome_trace import peek_rank
 from fsdp2prof.readers.trace.nsys_report import is_nsys_report, nsys_processes
-from fsdp2prof.run_directory import OOM_SNAPSHOT_FILE, TRIAL_FILE
+from fsdp2prof.run_directory import OOM_SNAPSHOT_FILE, PACKED, TRIAL_FILE
 from fsdp2prof.workflows.job.folders import (
     find_memory_files,
     find_traces,
@@ -219,7 +219,7 @@ def _recordings_of_run(run: RunDirectory) -> Found:
     files = tuple(
         RankFile(rank=record.rank, path=path)
         for record in run.ranks
-        for path in (record.memory, record.path / OOM_SNAPSHOT_FILE)
+        for path in (record.memory, *(record.path / (OOM_SNAPSHOT_FILE + end) for end in ("", PACKED)))
         if path is not None and path.is_file()
     )
     reason = _reason(run, "record again without --no-memory")

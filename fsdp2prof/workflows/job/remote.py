@@ -20,6 +20,7 @@ from fsdp2prof.errors import Fsdp2ProfError, InputError
 from fsdp2prof.run_directory import (
     MANIFEST_FILE,
     OOM_SNAPSHOT_FILE,
+    PACKED,
     RUN_FILE,
     SNAPSHOT_FILE,
     STORAGE_COUNT_FILE,
@@ -29,7 +30,8 @@ from fsdp2prof.workflows.job.urls import hide_secrets, register, url_of
 
 _MOST_FILES = 2_000_000
 _MOST_SMALL_BYTES = 4 << 30
-_RECORDINGS = (TRACE_FILE, SNAPSHOT_FILE, STORAGE_COUNT_FILE, OOM_SNAPSHOT_FILE)
+_SNAPSHOTS = (SNAPSHOT_FILE, OOM_SNAPSHOT_FILE)
+_RECORDINGS = (TRACE_FILE, STORAGE_COUNT_FILE, *_SNAPSHOTS, *(name + PACKED for name in _SNAPSHOTS))
 """Names of the large files of a recording."""
 
 
