@@ -37,6 +37,9 @@ _NAME_LENGTH = 120
 _WHOLE_NAME = 24
 """Characters of a name that never breaks."""
 
+_BESIDE_ANOTHER = 32
+"""Characters of a name for which there is room in a table beside another one."""
+
 _BREAK = re.compile(r"([._:/,](?=[^\W\d])|(?<=[^\W\d])\.(?=\d))")
 _CODE = re.compile("`([^`]+)`|(?<![^\\s(])--[a-z][\\w-]*")
 _BREAKABLE = re.compile(r"\S*[-/?]\S*")
@@ -115,6 +118,7 @@ def _template(name: str) -> Any:
     )
     environment.filters |= {
         "breakable": _breakable,
+        "broad": _broad,
         "cell": _cell,
         "code": _code,
         "data": _data,
@@ -180,6 +184,15 @@ def _breakable(text: str) -> Markup:
 
 def _long(name: str) -> bool:
     return len(name) > _WHOLE_NAME
+
+
+def _broad(table: Table) -> bool:
+    """Whether a table takes the whole width: for its many columns, or for names that would break."""
+    kinds = [column.kind for column in table.columns]
+    names = [i for i, kind in enumerate(kinds) if kind == "name"]
+    shown = table.rows[: table.limit]
+    longest = max((len(_cell(row[i], table.columns[i])) for row in shown for i in names), default=0)
+    return len(kinds) > (4 if "prose" in kinds else 7) or longest > _BESIDE_ANOTHER
 
 
 def _data(value: Value, column: Column) -> Value:
