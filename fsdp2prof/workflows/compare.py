@@ -108,7 +108,7 @@ def read_side(path: Path, **chosen: Unpack[Chosen]) -> Side:
     kept = read_kept(path)
     if kept is None:
         job = open_job(path, ranks=ranks, iteration=iteration)
-        result: Kept = analyze_any(job, steps=steps, cluster=chosen.get("cluster"))
+        result: Kept = analyze_any(job, steps=steps, cluster=chosen.get("cluster"), what_if=False)
     elif iteration is not None:
         raise InputError(f"{path}: an analysis has no iterations: leave out --iteration")
     else:
