@@ -1,7 +1,7 @@
 """The one guard between a training and the recorder: an error of ours costs a recording, never a training.
 
 Whatever the training runs of the recorder is made here: wrappers of torch's functions (:meth:`Guard.around`),
-hooks, threads and ``atexit`` callbacks (:meth:`Guard.hook`), signal handlers (:meth:`Guard.on_signal`).
+hooks, threads and ``atexit`` callbacks (:meth:`Guard.hook`), a signal handler (:meth:`Guard.before_death`).
 An exception in one part of the recorder, of any class but Ctrl-C's and ``sys.exit``'s, switches that part off
 and leaves the others on. One line on stderr and a message in the manifest say so; the traceback is in
 ``errors.txt`` of the rank's folder.
@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
+from importlib import import_module
 from inspect import getargvalues
 from io import UnsupportedOperation
 from itertools import pairwise
@@ -29,6 +30,9 @@ from types import FrameType
 from typing import Any, Literal, TypeAlias
 
 from torch._compile import _disable_dynamo
+
+in_c: Any = import_module("_signal")
+"""The handlers themselves; :mod:`signal` makes ``SIG_DFL`` of every ``int`` that equals it."""
 
 Part: TypeAlias = Literal[
     "recording",
@@ -213,32 +217,33 @@ class Guard:
 
         return guarded
 
-    def on_signal(
-        self, number: int, action: Callable[[], object], *, last: threading.Event | None = None
+    def before_death(
+        self, number: signal.Signals, action: Callable[[], object], told: threading.Event
     ) -> Callable[..., None]:
-        """Run ``action`` when a signal comes, once nothing of ours runs, then the handler that was there.
+        """Run ``action`` once before a signal ends the process, when nothing of ours runs; then die of it.
 
-        ``last`` is for a signal that ends the process: the event is set when the signal arrives, ``action``
-        runs once, and without a previous handler the process dies of the signal.
-        Returns the handler. Raises ``ValueError`` outside the main thread.
+        Only for a signal that nobody handles: :mod:`signal` goes on to show ``SIG_DFL``. ``told`` is set when
+        the signal arrives. Returns the handler. Raises ``ValueError`` outside the main thread.
         """
+        served = False
 
-        def serve(received: int, frame: Any, again: bool) -> None:
-            if not again:
-                self.run("ending", action)
-            if callable(previous):
-                previous(received, frame)
-            elif last is not None and previous != signal.SIG_IGN and not again:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
+        def die() -> None:
+            self.run("ending", action)
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
-        def handler(received: int, frame: Any) -> None:
-            again = last is not None and last.is_set()
-            if last is not None:
-                last.set()
-            self.when_idle(lambda: serve(received, frame, again))
+        def handle() -> None:
+            nonlocal served
+            told.set()
+            if not served:
+                served = True
+                self.when_idle(die)
 
-        previous: Any = signal.signal(number, handler)
+        handler = _ShownAsDefault(signal.SIG_DFL)
+        handler.action = handle
+        in_c.signal(int(number), handler)
+        if signal.getsignal(number) is not signal.SIG_DFL:  # another Python
+            signal.signal(number, signal.SIG_DFL)
         return handler
 
     def when_idle(self, action: Callable[[], None]) -> None:
@@ -318,6 +323,15 @@ class Guard:
 
 guard = Guard()
 """Of this process."""
+
+
+class _ShownAsDefault(int):
+    """A signal handler that :mod:`signal` shows as the ``SIG_DFL`` that it equals."""
+
+    action: Callable[[], None]
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.action()
 
 
 def _is_of_a_handler(frame: FrameType) -> bool:

@@ -143,22 +143,28 @@ def test_a_timeout_of_the_training_that_hits_the_recorder_is_the_trainings(
     assert not guard.is_off("trace")
 
 
-def test_a_signal_waits_until_a_file_is_whole_and_reaches_the_trainings_handler(guard: Guard) -> None:
-    order: list[str] = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: order.append("theirs"))
-    try:
-        guard.on_signal(signal.SIGUSR1, lambda: order.append("ours"))
+def test_a_death_waits_until_a_file_is_whole_and_what_was_recorded_is_saved(guard: Guard) -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            guard.before_death(signal.SIGTERM, lambda: os.write(writer, b"saved "), threading.Event())
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                os.write(writer, b"unseen ")
 
-        def write() -> None:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            order.append("written")
+            def write() -> None:
+                for _ in range(2):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                os.write(writer, b"whole ")
 
-        guard.run("trace", write)
-        guard.on_signal(signal.SIGUSR1, broken)
-        os.kill(os.getpid(), signal.SIGUSR1)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert order == ["written", "ours", "theirs", "ours", "theirs"]
+            guard.run("trace", write)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert os.read(reader, 100) == b"unseen whole saved "
+    os.close(reader)
 
 
 def test_a_failure_that_cannot_be_said_is_harmless(tmp_path: Path) -> None:

@@ -45,9 +45,13 @@ def script(*arguments: str) -> list[str]:
         ("thread", "complete"),
         ("no_folder", "complete"),
         ("handler", "complete"),
-        ("handled", "partial"),
-        ("handled_late", "partial"),
+        ("handled", "complete"),
+        ("handled_late", "complete"),
         ("handled_from_now_on", "complete"),
+        ("chained", "complete"),
+        ("where_default", "complete"),
+        ("handler_put_back", "crashed"),
+        ("pipes_closed", "complete"),
     ],
 )
 def test_of_one_rank(tmp_path: Path, how: str, state: str) -> None:

@@ -5,7 +5,9 @@
 - SIGTERM, which torchrun sends to the peers of a crashed rank: the main thread ends the recording and then
   dies of the signal as it would have. If it hangs in C++ and does not hear the signal, a watching thread
   gives it :data:`GRACE_S` seconds, marks the manifest and lets the signal kill the process: torchrun would
-  otherwise wait for it half a minute. A training that handles SIGTERM itself is never killed.
+  otherwise wait for it half a minute.
+
+A training that handles SIGTERM itself, whenever it began to, is left alone with it.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
-from typing import Any
 
-from fsdp2prof.recorder.guard import guard
+from fsdp2prof.recorder.guard import guard, in_c
 from fsdp2prof.recorder.identity import identify
 from fsdp2prof.recorder.rank.session import RankSession
+from fsdp2prof.recorder.rank.signals import HeardSignal, kills
 from fsdp2prof.recorder.rank.tracing import kineto_is_used
 from fsdp2prof.recorder.settings import Settings
 from fsdp2prof.vocabulary import ERROR_LENGTH
@@ -34,6 +37,7 @@ GRACE_S = 5.0
 
 _lock = threading.Lock()
 _session: RankSession | None = None
+_ending: _Ending | None = None
 
 
 def session_of_process() -> RankSession | None:
@@ -57,11 +61,14 @@ def start_session(settings: Settings, *, automatic: bool) -> RankSession:
 
 def _watch_for_end(session: RankSession) -> None:
     """Make sure that ``session`` ends before the process does."""
-    ending = _Ending(session)
+    global _ending
+    if _ending is not None:  # of a recording before this one
+        _ending.leave_signals()
+    ending = _ending = _Ending(session)
     atexit.register(guard.hook("ending", ending.at_exit))
     os.register_at_fork(after_in_child=guard.hook("ending", ending.forget))
     if threading.current_thread() is threading.main_thread():
-        ending.handle_sigterm()
+        guard.run("ending", ending.watch_signals)
 
 
 def _leave_before_kineto() -> None:
@@ -86,48 +93,47 @@ class _Ending:
         self._previous_excepthook = sys.excepthook
         self._excepthook = guard.around("ending", sys.excepthook, self._note_exception)
         sys.excepthook = self._excepthook
-        self._previous_handler: Any = None
         self._handler: Callable[..., None] | None = None
-        self._wakeup: tuple[int, int] | None = None
-        self._heard = threading.Event()
+        self._heard: list[HeardSignal] = []
+        self._told = threading.Event()
 
     def at_exit(self) -> None:
         """End the session; nothing in a forked child."""
         if os.getpid() == self._pid:
-            self._heard.set()
+            self._told.set()
             self._session.end(self._error, crashed=self._crashed)
+            self.leave_signals()
 
-    def handle_sigterm(self) -> None:
-        """Take SIGTERM over; the handler that was there before comes after ours."""
-        self._previous_handler = signal.getsignal(signal.SIGTERM)
-        if self._previous_handler is None:  # not set from Python, and it could not be put back
-            return
-        self._handler = guard.on_signal(signal.SIGTERM, self._die, last=self._heard)
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        if previous != -1:  # an event loop of the training's needs it: no watching then
-            signal.set_wakeup_fd(previous)
-            os.close(reader)
-            os.close(writer)
-            return
-        self._wakeup = reader, writer
-        guard.thread("ending", self._watch, reader)
+    def watch_signals(self) -> None:
+        """Be told of SIGTERM where it would kill the process, and of Ctrl-C in a job of several ranks."""
+        if kills(signal.SIGTERM):
+            self._handler = guard.before_death(signal.SIGTERM, self._save, self._told)
+            try:
+                self._heard.append(HeardSignal(signal.SIGTERM, self._sigterm_came))
+            except BaseException:
+                self.leave_signals()  # a main thread that hangs would not die of it
+                raise
+        if (
+            self._session.manifest.world_size > 1
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        ):
+            self._heard.append(HeardSignal(signal.SIGINT, partial(self._session.keep_state, "SIGINT")))
 
     def forget(self) -> None:
         """In a forked child: leave no trace of the recorder."""
         self._session.forget()
-        if self._wakeup is not None:
-            signal.set_wakeup_fd(-1)
-            for descriptor in self._wakeup:
-                os.close(descriptor)
-            self._wakeup = None
-        if self._handler is not None and signal.getsignal(signal.SIGTERM) is self._handler:
-            signal.signal(signal.SIGTERM, self._previous_handler)
+        self.leave_signals()
         if sys.excepthook is self._excepthook:
             sys.excepthook = self._previous_excepthook
         if kineto_is_used():
             _leave_before_kineto()
+
+    def leave_signals(self) -> None:
+        """Give the signals back that the training has not taken since."""
+        for heard in self._heard:
+            heard.close()
+        if self._handler is not None and in_c.getsignal(signal.SIGTERM) is self._handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _note_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -139,26 +145,18 @@ class _Ending:
         if self._crashed and os.getpid() == self._pid and self._session.manifest.world_size > 1:
             self._session.keep_state(self._error, trace)
 
-    def _die(self) -> None:
+    def _save(self) -> None:
         self._session.keep_state("SIGTERM")
         self._session.end("SIGTERM")
 
-    def _is_fatal(self) -> bool:
-        """Whether the process would die of SIGTERM without the recorder: the training has no handler."""
-        ours = signal.getsignal(signal.SIGTERM) is self._handler
-        return ours and self._previous_handler == signal.SIG_DFL
-
-    def _watch(self, reader: int) -> None:
-        while received := os.read(reader, 1):
-            if received[0] in (signal.SIGINT, signal.SIGTERM) and self._session.manifest.world_size > 1:
-                self._session.keep_state(signal.Signals(received[0]).name)
-            if received[0] == signal.SIGTERM and self._is_fatal() and not self._heard.wait(GRACE_S):
-                self._session.tell(
-                    "killed by SIGTERM while its main thread hung: the running capture is lost"
-                )
-                self._session.keep_state("SIGTERM")
-                self._session.manifest.error = "SIGTERM"
-                self._session.manifest.state = "partial"
-                self._session.write_manifest()
-                ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
-                os.kill(self._pid, signal.SIGTERM)
+    def _sigterm_came(self) -> None:
+        if self._session.manifest.world_size > 1:
+            self._session.keep_state("SIGTERM")
+        if not self._told.wait(GRACE_S):
+            self._session.tell("killed by SIGTERM while its main thread hung: the running capture is lost")
+            self._session.keep_state("SIGTERM")
+            self._session.manifest.error = "SIGTERM"
+            self._session.manifest.state = "partial"
+            self._session.write_manifest()
+            ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
+            os.kill(self._pid, signal.SIGTERM)

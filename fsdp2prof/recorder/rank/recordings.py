@@ -26,6 +26,7 @@ from fsdp2prof.recorder.model.roots import Roots
 from fsdp2prof.recorder.rank.agreement import Announcements
 from fsdp2prof.recorder.rank.captures import Captures
 from fsdp2prof.recorder.rank.manifest import ManifestFile
+from fsdp2prof.recorder.rank.signals import HeardSignal
 from fsdp2prof.recorder.rank.stepping import OptimizerWatch
 from fsdp2prof.recorder.requests import bytes_taken, newest, request_recording, take_request
 from fsdp2prof.recorder.settings import ALIVE_VARIABLE, VARIABLE, Settings, leader, warmup_of
@@ -117,14 +118,13 @@ class Recordings:
         self.current = self._idle
 
     def listen(self) -> None:
-        """Hear the signal that asks for a recording; a handler of the training's is called after ours."""
+        """Hear the signal that asks for a recording; a handler of the training's is called too."""
         if self._options.signal is None:
             return
-        number = signal.Signals[f"SIG{self._options.signal}"]
         try:
-            guard.on_signal(number, self._hear)
-        except ValueError:  # not the main thread
-            self._file.tell(f"SIG{number.name} has no effect: the model was wrapped outside the main thread")
+            HeardSignal(signal.Signals[f"SIG{self._options.signal}"], self._hear)
+        except ValueError as error:
+            self._file.tell(f"--signal {self._options.signal} has no effect: {error}")
 
     def _hear(self) -> None:
         self._signalled = True

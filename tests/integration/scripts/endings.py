@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,36 @@ from torch.distributed.fsdp import fully_shard
 SIGNALS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGKILL", "SIGABRT"}
 
 
-HANDLED = {"handled", "handled_late", "handled_from_now_on"}
+HANDLED = {"handled", "handled_late", "handled_from_now_on", "chained", "where_default"}
 
 
 def told(number: int, _: Any) -> None:
     """The training's own handler."""
     print("told", repr(number), flush=True)
+
+
+def chain(before: Any) -> None:
+    """Call the handler that was there after the training's own, as Lightning does."""
+
+    def both(number: int, frame: Any) -> None:
+        told(number, frame)
+        if callable(before):
+            before(number, frame)
+
+    signal.signal(signal.SIGTERM, both)
+
+
+def close_pipes() -> None:
+    """Close every pipe but the standard ones, as a daemon does; files of its own get no foreign bytes."""
+    for link in list(Path("/proc/self/fd").iterdir()):
+        with suppress(OSError):
+            if int(link.name) > 2 and str(link.readlink()).startswith("pipe:"):
+                os.close(int(link.name))
+    files = [tempfile.TemporaryFile() for _ in range(8)]  # noqa: SIM115
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    print("foreign bytes", [os.fstat(file.fileno()).st_size for file in files], flush=True)
 
 
 def child() -> None:
@@ -65,6 +90,10 @@ def happen(how: str, folder: Path) -> None:
     elif how in HANDLED:
         if how == "handled_from_now_on":
             signal.signal(signal.SIGTERM, told)
+        elif how == "chained":
+            chain(signal.getsignal(signal.SIGTERM))
+        elif how == "where_default" and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            print("before", repr(signal.signal(signal.SIGTERM, told)), signal.set_wakeup_fd(-1), flush=True)
         for seconds in (0.0, 0.3):
             threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM)).start()
         until = time.monotonic() + 7
@@ -73,6 +102,11 @@ def happen(how: str, folder: Path) -> None:
                 ctypes.CDLL(None).usleep(int(left * 1e6))  # in C: no Python handler runs
             else:
                 time.sleep(0.1)
+    elif how == "handler_put_back":
+        signal.signal(signal.SIGTERM, signal.signal(signal.SIGTERM, told))
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif how == "pipes_closed":
+        close_pipes()
     elif how == "deleted":
         shutil.rmtree(folder)
     elif how == "read_only":
@@ -101,7 +135,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--folder", type=Path, default=Path("none"), help="of the recording")
     args = parser.parse_args()
-    if args.how in HANDLED - {"handled_from_now_on"}:
+    if args.how in {"handled", "handled_late"}:
         signal.signal(signal.SIGTERM, told)
     with process_group():
         model: Any = Tower(1)

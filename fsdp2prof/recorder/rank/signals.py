@@ -1,0 +1,70 @@
+"""Signals, heard where the training sees nothing of it.
+
+``faulthandler`` has a handler in C, which writes the stack to a pipe of ours and then calls the handler that
+was there before it, also while the main thread hangs in C++. Neither ``signal.getsignal`` nor
+``signal.set_wakeup_fd`` shows it, and a handler that the training installs takes its place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from fsdp2prof.recorder.guard import guard, in_c
+
+_STACK_S = 0.01
+"""Seconds in which a stack is written."""
+_STACK_BYTES = 1 << 16
+
+
+class HeardSignal:
+    """Calls ``action`` on a thread when a signal arrives; what else the signal does, but to kill, stays.
+
+    Raises ``ValueError`` where a handler of other C code stands, the training's own ``faulthandler`` for one.
+    """
+
+    def __init__(self, number: signal.Signals, action: Callable[[], object]) -> None:
+        self._number, self._action = int(number), action
+        is_handled = callable(in_c.getsignal(number))
+        if not is_handled and not (kills(number) or _in_c(number) == signal.SIG_IGN):
+            raise ValueError(f"{number.name} is handled by other C code")
+        self._reader, self._writer = os.pipe()
+        self._pipe = os.fstat(self._writer).st_ino
+        os.set_blocking(self._writer, False)
+        faulthandler.register(self._number, self._writer, all_threads=False, chain=is_handled)
+        self._ours = _in_c(self._number)
+        os.register_at_fork(after_in_child=guard.hook("ending", self.close))
+        guard.thread("ending", self._listen)
+
+    def close(self) -> None:
+        """Hear it no longer; a handler or a pipe that is not ours any more stays."""
+        if _in_c(self._number) == self._ours:
+            faulthandler.unregister(self._number)
+        for descriptor in (self._reader, self._writer):
+            with suppress(OSError):
+                if os.fstat(descriptor).st_ino == self._pipe:
+                    os.close(descriptor)
+
+    def _listen(self) -> None:
+        while os.read(self._reader, 1):
+            time.sleep(_STACK_S)
+            os.read(self._reader, _STACK_BYTES)
+            self._action()
+        self.close()  # the training closed what it does not know: its own file may get the number next
+
+
+def kills(number: int) -> bool:
+    """Whether nobody handles a signal, in Python or C, so that it ends the process."""
+    return signal.getsignal(number) == signal.SIG_DFL and _in_c(number) == signal.SIG_DFL
+
+
+def _in_c(number: int) -> int:
+    """Address of the handler that the process has for a signal; 0 is the default, 1 ignores it."""
+    found = (ctypes.c_void_p * 64)()  # more than a struct sigaction, whose first member it is
+    ctypes.CDLL(None).sigaction(number, None, found)
+    return found[0] or 0
