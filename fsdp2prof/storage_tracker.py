@@ -88,14 +88,45 @@ class PlainOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for kind in types:
             if hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented
-        arguments = (args, kwargs or {})
+        arguments = _with_tensors(func, args, kwargs or {})
         if (observers := self._observers) is None:
-            return func(*args, **arguments[1])
+            return func(*arguments[0], **arguments[1])
         before, after = observers
         before(func, arguments)
-        result = func(*args, **arguments[1])
+        result = func(*arguments[0], **arguments[1])
         after(func, arguments, result)
         return result
+
+
+def _with_tensors(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Return the arguments with tensors for the numbers that torch hands to a mode instead.
+
+    A tensor that stands for a number of Python's, as a constant that ``torch.jit.trace`` keeps, is a number
+    here; few operators take one in its place.
+    """
+    positions = _tensors_alone.get(operator)
+    if positions is None:
+        positions = _tensors_alone[operator] = _positions_of_tensors(operator)
+    if positions and any(type(one) in _NUMBERS for one in args):
+        args = tuple(
+            torch.tensor(one, dtype=_NUMBERS[type(one)]) if type(one) in _NUMBERS and n in positions else one
+            for n, one in enumerate(args)
+        )
+    return args, kwargs
+
+
+def _positions_of_tensors(operator: Any) -> frozenset[int]:
+    """Positions at which an operator takes a tensor and no number."""
+    try:
+        takes_numbers = torch._C._should_allow_numbers_as_tensors(operator._schema.name.split("::")[-1])
+        given = () if takes_numbers else operator._schema.arguments
+        return frozenset(n for n, one in enumerate(given) if "Tensor" in str(one.type))
+    except (AttributeError, TypeError):  # a higher-order operator, another torch
+        return frozenset()
+
+
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+_tensors_alone: dict[Any, frozenset[int]] = {}
 
 
 _TICK_NS = 1000
@@ -321,6 +352,8 @@ class StorageTracker:
         size = storage.nbytes()
         live = self._live.get(storage._cdata)
         if live is None:
+            if self._fake_mode is None and not _has_memory(storage):
+                return
             live = self._live[storage._cdata] = _Live(storage, self._die)
         if size == live.size:
             return
@@ -337,6 +370,15 @@ class StorageTracker:
         self._live.pop(live.key, None)
         if live.row >= 0:
             self._log.free(live.row, self._now())
+
+
+def _has_memory(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage can have memory; not that of a tensor that only wraps others."""
+    try:
+        storage.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _around(function: Callable[..., Any], enter: Callable[..., Any]) -> Callable[..., Any]:

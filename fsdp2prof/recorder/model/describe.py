@@ -29,6 +29,7 @@ from fsdp2prof.manifest import (
     TensorInfo,
 )
 from fsdp2prof.recorder.guard import guard
+from fsdp2prof.recorder.model.members import named_modules, named_parameters
 from fsdp2prof.recorder.model.ownership import state_dtypes, unsharded_tensors
 from fsdp2prof.recorder.model.roots import Root, param_groups
 from fsdp2prof.storage_tracker import PlainOperators, has_compiled
@@ -48,7 +49,7 @@ def describe_param_groups(roots: Iterable[Root]) -> list[ParamGroupInfo]:
     contexts: dict[int, int] = {}
     for root in roots:
         module = root.module
-        names = () if module is None else (name for name, _ in module.named_parameters())
+        names = () if module is None else (name for name, _ in named_parameters(module))
         positions = {name: position for position, name in enumerate(names)}
         groups += [
             _param_group(root, state, index, group, positions, contexts)
@@ -69,8 +70,9 @@ def add_forward_order(groups: Sequence[ParamGroupInfo], roots: Iterable[Root]) -
 
 def describe_norms(roots: Iterable[Root]) -> list[str]:
     """Name the classes of normalizations in the models, with the modules that define them."""
-    modules = (module for root in roots if root.module is not None for module in root.module.modules())
-    classes = {type(module) for module in modules if type(module).__name__.endswith("Norm")}
+    models = [root.module for root in roots if root.module is not None]
+    kinds = {type(module) for model in models for _, module in named_modules(model)}
+    classes = {kind for kind in kinds if kind.__name__.endswith("Norm")}
     return sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in classes)
 
 
@@ -312,7 +314,7 @@ def compiled_modules(roots: Iterable[Root]) -> list[str] | None:
         name
         for root in roots
         if root.module is not None
-        for name, module in root.module.named_modules()
+        for name, module in named_modules(root.module)
         if id(module) in wrapped or module._compiled_call_impl is not None
     ]
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from fsdp2prof.recorder.model.members import named_modules
 from fsdp2prof.recorder.model.roots import Root, param_groups
 from fsdp2prof.trial import parse_candidate
 
@@ -174,7 +175,7 @@ def _in_order_of_need(root: Root) -> list[Any]:
     ended = dict.fromkeys(numbered[n][1] for n in root.forward_order if n < len(numbered))
     order: list[Any] = []
     for state in ended:
-        inside = {id(module) for one in _modules_of(state) for module in one.modules()}
+        inside = {id(module) for one in _modules_of(state) for _, module in named_modules(one)}
         first = (n for n, other in enumerate(order) if any(id(one) in inside for one in _modules_of(other)))
         order.insert(next(first, len(order)), state)
     return order

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from fsdp2prof.manifest import ParamGroupInfo, UnshardedInfo
+from fsdp2prof.recorder.model.members import named_buffers, named_modules, own_parameters
 from fsdp2prof.recorder.model.roots import Root, param_groups
 
 _MOST = 1000
@@ -118,11 +119,11 @@ def unsharded_tensors(root: Root, smallest_buffer: int = 1) -> Iterator[tuple[st
     managed = {(id(info.module), info.param_name) for info in infos}
     for info in infos:
         managed.update(zip(map(id, info.shared_modules), info.shared_param_names, strict=True))
-    for fqn, module in root.module.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and (id(module), name) not in managed:
+    for fqn, module in named_modules(root.module):
+        for name, parameter in own_parameters(module):
+            if (id(module), name) not in managed:
                 yield "parameter", f"{fqn}.{name}".lstrip("."), parameter
-    for name, buffer in root.module.named_buffers():
+    for name, buffer in named_buffers(root.module):
         if buffer.nbytes >= smallest_buffer:
             yield "buffer", name, buffer
 

@@ -130,7 +130,7 @@ class Roots:
         """Watch a module that ``fully_shard`` was applied to, on its own (a root is never in a list)."""
         if module not in self._hooks:
             hook = guard.hook("recording", self._before_forward)
-            self._hooks[module] = module.register_forward_pre_hook(hook, prepend=True)
+            self._hooks[module] = nn.Module.register_forward_pre_hook(module, hook, prepend=True)
             self._watch_methods(module)
 
     def end_step(self) -> dict[int, StepCounts]:
@@ -221,7 +221,7 @@ class Roots:
     def _close_after_forward(self, root: Root) -> None:
         close = guard.hook("roots", lambda module, *_: self._after_forward(module))
         if (module := root.module) is not None:
-            self._after_hooks.append(module.register_forward_hook(close, always_call=True))
+            self._after_hooks.append(nn.Module.register_forward_hook(module, close, always_call=True))
 
     def _after_forward(self, module: nn.Module) -> None:
         """Wrap the hooks of a root that is new since marking began: it has states after its first forward."""

@@ -35,7 +35,12 @@ from torch.distributed import tensor as _tensor  # noqa: F401
 import fsdp2prof
 
 BOOTSTRAP = Path(fsdp2prof.__file__).parent / "recorder" / "bootstrap"
-BOUNDARY = ("fsdp2prof.recorder.guard:", "fsdp2prof.storage_tracker:PlainOperators.__torch_dispatch__")
+BOUNDARY = (
+    "fsdp2prof.recorder.guard:",
+    "fsdp2prof.storage_tracker:PlainOperators.__torch_dispatch__",
+    "fsdp2prof.storage_tracker:_with_tensors",
+    "fsdp2prof.storage_tracker:_positions_of_tensors",
+)
 """What stands between the training and everything that may fail, with ``sitecustomize``."""
 STEPS = 9
 TRIAL_STEPS = 28
