@@ -12,9 +12,9 @@ from fsdp2prof.results.step import IncompleteStep
 from fsdp2prof.tables import BoolArray, CompactArray, EventTable, IntArray, StepTable, Strings, Table, Trace
 
 _MOST_MISSING = 0.01
-"""Share of a rank's launches that may have no record: its means are right to that share."""
-_MOST_MISSING_IN_STEP = 0.05
-"""The same of one step where the rank's means are right: steps differ by as much of themselves."""
+"""Share of a step's launches, or a rank's, that may have no record: their numbers are right to that share."""
+_MOST_LAST = 0.05
+"""The same of one step of a rank whose last launches have none: steps differ by as much of themselves."""
 _MOST_OVERLAPPING = 0.01
 """Share of a stream's busy time that may be counted twice: kernels launched programmatically begin a little
 before the one in front of them ends."""
@@ -159,20 +159,25 @@ def _leaves_records(names: Strings, has_record: BoolArray) -> BoolArray:
 def incomplete_steps(calls: LaunchTable, steps: StepTable) -> list[IncompleteStep]:
     """Return the steps of which too many launches have no record for their numbers to be right.
 
-    Means over the rank's steps are wrong by about the share that is missing of all launches. Where that is
-    more than 1 %, every step with more than 1 % is incomplete, otherwise every step with more than 5 %.
+    A step's numbers are wrong by about the share that is missing of its launches: more than 1 % is too many.
+    What the device had not done when a recording ended is missing from every one: where no more than 1 % of
+    the rank's launches is missing, the last of its launches alone may be up to 5 % of their step.
     The same holds for collectives alone: few launches are theirs, and all of the exposed communication.
     """
     row = intervals.containing(steps.start_ns, steps.end_ns, calls.start_ns)
+    recorded = np.flatnonzero(calls.has_record)
+    is_last = np.arange(len(row)) > (recorded[-1] if len(recorded) else -1)
     found: dict[int, IncompleteStep] = {}
     for counted in (calls.in_collective & (row >= 0), row >= 0):
         launches = np.bincount(row[counted], minlength=len(steps))
-        missing = np.bincount(row[counted & ~calls.has_record], minlength=len(steps))
+        lost = counted & ~calls.has_record
+        missing = np.bincount(row[lost], minlength=len(steps))
+        before = np.bincount(row[lost & ~is_last], minlength=len(steps))
         few = missing.sum() <= _MOST_MISSING * launches.sum()
-        most = (_MOST_MISSING_IN_STEP if few else _MOST_MISSING) * launches
-        for i in np.flatnonzero(missing > most).tolist():
-            step, count, lost = int(steps.step[i]), int(launches[i]), int(missing[i])
-            found[i] = IncompleteStep(step=step, launches=count, missing=lost)
+        most = (_MOST_LAST if few else _MOST_MISSING) * launches
+        for i in np.flatnonzero((missing > most) | (before > _MOST_MISSING * launches)).tolist():
+            step, count = int(steps.step[i]), int(launches[i])
+            found[i] = IncompleteStep(step=step, launches=count, missing=int(missing[i]))
     return [found[i] for i in sorted(found)]
 
 

@@ -26,6 +26,7 @@ from fsdp2prof.readers.trace.launch_counts import count_launches
 from fsdp2prof.readers.trace.nsys_report import read_nsys_report
 from fsdp2prof.results.trace import TraceAnalysis
 
+RECORDINGS = Path(__file__).parents[1] / "data" / "gpu" / "recordings"
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 Event = dict[str, Any]
 
@@ -129,6 +130,19 @@ def test_of_a_real_trace_a_kind_of_work_is_missed(
     assert [one.step for one in analysis(spoilt_path).ranks[0].incomplete_steps] == [4, 5, 6]
 
 
+def test_of_a_real_trace_the_first_records_are_missed(tmp_path: Path) -> None:
+    """3 of the 225 launches of one of two steps."""
+    path = RECORDINGS / "hsdp" / "rank-00000" / "trace.json.gz"
+    document = json.loads(gzip.decompress(path.read_bytes()))
+    work = sorted((e for e in document["traceEvents"] if e.get("cat") in WORK), key=lambda e: e["ts"])
+    gone = set(map(id, _first_20(work)))
+    document["traceEvents"] = [event for event in document["traceEvents"] if id(event) not in gone]
+    (spoilt_path := tmp_path / "trace.json.gz").write_bytes(gzip.compress(json.dumps(document).encode(), 1))
+    assert analysis(path).ranks[0].incomplete_steps == []
+    (lost,) = analysis(spoilt_path).ranks[0].incomplete_steps
+    assert (lost.missing, lost.launches) == (3, 225)
+
+
 def test_a_whole_trace_gets_no_word(tmp_path: Path) -> None:
     found = analysis(spoilt(tmp_path / "trace.json.gz", _nothing))
     assert (found.warnings, found.ranks[0].incomplete_steps) == ([], [])
@@ -162,8 +176,9 @@ def test_a_manifest_that_names_a_gpu_needs_records_of_it(tmp_path: Path) -> None
 
 
 def test_a_few_lost_records_change_no_mean() -> None:
-    """1 of 300 launches of three steps, and 6 of 100 in one of seven steps."""
-    cases: list[tuple[list[int], int, list[int]]] = [([5], 3, []), (list(range(6)), 7, [0])]
+    """1 of 300 launches of three steps, the first or the last 2 or 6 of 100 in one of seven steps."""
+    cases: list[tuple[list[int], int, list[int]]] = [([5], 3, []), ([0, 1], 7, [0]), ([698, 699], 7, [])]
+    cases += [(list(range(6)), 7, [0]), (list(range(694, 700)), 7, [6])]
     for lost, steps, incomplete in cases:
         trace = TraceBuilder()
         for step in range(steps):
