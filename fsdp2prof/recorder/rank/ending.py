@@ -25,6 +25,7 @@ from types import TracebackType
 
 from fsdp2prof.recorder.guard import guard, in_c
 from fsdp2prof.recorder.identity import identify
+from fsdp2prof.recorder.rank.manifest import running_recorder
 from fsdp2prof.recorder.rank.session import RankSession
 from fsdp2prof.recorder.rank.signals import HeardSignal, kills
 from fsdp2prof.recorder.rank.tracing import kineto_is_used
@@ -38,14 +39,25 @@ GRACE_S = 5.0
 _lock = threading.Lock()
 _session: RankSession | None = None
 _ending: _Ending | None = None
+_is_second = False
+"""Whether this process is one of a rank that another one records."""
 
 
 def session_of_process() -> RankSession | None:
-    """Return the session, starting it if a launcher recorded this process; None without a launcher."""
+    """Return the session, starting it if a launcher recorded this process.
+
+    None without a launcher, and where another process of the rank records: its first one is kept.
+    """
+    global _is_second
     with _lock:
         settings = Settings.from_environment()
-        if _session is not None or settings is None:
+        if _session is not None or settings is None or _is_second:
             return _session
+        identity = identify()
+        if (first := running_recorder(settings, identity.rank)) is not None:
+            _is_second = True
+            guard.say(f"rank {identity.rank}: process {first} is recorded as this rank; {os.getpid()} is not")
+            return None
         return start_session(settings, automatic=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -21,8 +22,20 @@ from fsdp2prof.recorder.model.describe import unseen_by_modes
 from fsdp2prof.recorder.model.roots import Roots
 from fsdp2prof.recorder.rank.host import machine_info
 from fsdp2prof.recorder.rank.stepping import OptimizerWatch
-from fsdp2prof.recorder.settings import Settings, is_selected
+from fsdp2prof.recorder.settings import VARIABLE, Settings, is_selected
 from fsdp2prof.run_directory import MANIFEST_FILE, rank_folder
+
+
+def running_recorder(settings: Settings, rank: int) -> int | None:
+    """Return the process of this run, if it is there yet, that has left the rank's manifest on this host."""
+    try:
+        found = json.loads((settings.path / rank_folder(rank) / MANIFEST_FILE).read_bytes())
+        pid, host = int(found["pid"]), found["host"]
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    is_of_run = f"{VARIABLE}={os.environ.get(VARIABLE)}".encode() in environment.split(b"\0")
+    return pid if is_of_run and host == socket.gethostname() and pid != os.getpid() else None
 
 
 class ManifestFile:
@@ -46,7 +59,7 @@ class ManifestFile:
             host=socket.gethostname(),
             pid=os.getpid(),
             script=list(sys.argv),
-            selected=is_selected(settings.options.ranks, identity.rank, identity.world_size),
+            selected=bool(is_selected(settings.options.ranks, identity.rank, identity.world_size)),
             versions=devices.package_versions(),
             environment=relevant_environment(),
             rehearsal=settings.rehearsal,
