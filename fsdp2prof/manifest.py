@@ -78,7 +78,7 @@ class RecordOptions(_Record):
     memory: Annotated[bool, _told("Record allocations, on steps of their own after the traced ones.")] = True
     memory_steps: Annotated[int, _told("Steps whose allocations are recorded.", ge=0)] = 2
     summary: Annotated[
-        bool, _told("Store no trace: each rank analyses its own steps and stores the result.")
+        bool, _told("Store no trace: the steps of each rank are analysed and the result is stored.")
     ] = False
     max_trace_size: Annotated[
         str | None,

@@ -3,6 +3,7 @@
 Outside the ranks:
 
 - ``launcher``: starts the command, passes signals and the exit code, says how the run ended;
+- ``summaries``: processes that analyse what was recorded;
 - ``host_processes``: ranks seen in ``/proc``, to explain a silent rank and to leave none behind;
 - ``bootstrap/sitecustomize``: on ``PYTHONPATH``, waits in every Python process for FSDP2 to be imported.
 
@@ -13,7 +14,6 @@ Inside a rank, once it has called ``fully_shard``:
 - ``session``: the training steps and the end of a rank;
 - ``recordings`` and ``requests``: several recordings of one run, the same steps on all ranks;
 - ``watching``: a line a step;
-- ``summaries``: processes that analyse what was recorded;
 - ``captures``: what is captured in which step;
 - ``training_profilers``: the training's own profilers, which ours makes way for;
 - ``stepping`` and ``roots``: where a training step begins and ends, which modules are roots;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ from fsdp2prof.errors import RunDirectoryError, UsageError
 from fsdp2prof.files import write_json
 from fsdp2prof.manifest import RecordOptions, RunInfo
 from fsdp2prof.recorder.guard import guard
+from fsdp2prof.recorder.launch.summaries import MODULE
 from fsdp2prof.recorder.rank.ending import session_of_process, start_session
 from fsdp2prof.recorder.rank.session import RankSession
 from fsdp2prof.recorder.run_folder import now, prepare_run
@@ -95,6 +97,9 @@ class Recorder:
     ) -> None:
         crashed = kind is not None and not issubclass(kind, KeyboardInterrupt)
         session.end(None if error is None else f"{type(error).__name__}: {error}", crashed=crashed)
+        for folder in session.to_summarise:
+            command = [sys.executable, "-m", MODULE, str(folder)]
+            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
         if session.manifest.rank == 0:
             manifest = session.manifest
             self._info.state = manifest.state

@@ -1,4 +1,4 @@
-"""Requests and announcements of recordings, in files of the run directory.
+"""Requests and announcements of recordings, requests of summaries, in files of the run directory.
 
 A request asks a running job for a recording, and its first rank takes the file away. That rank announces
 every recording by its number, and all ranks read the announcements.
@@ -7,6 +7,7 @@ every recording by its number, and all ranks read the announcements.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.run_directory import RECORDING_FILE, TRIGGER_FILE, recording_folder, recording_number
 
 _POLL_S = 0.2
+_SLASH = ":"
 
 
 class _Request(msgspec.Struct):
@@ -41,6 +43,27 @@ def take_request(run: Path) -> str | None:
         return msgspec.json.decode(text, type=_Request).reason
     except msgspec.DecodeError:
         return "a request without a reason"
+
+
+def summaries_folder(run: Path, node_rank: int) -> Path:
+    """Return the folder in which a node's ranks ask its launcher for summaries."""
+    return run / f".summaries-{node_rank:05d}"
+
+
+def request_summary(run: Path, node_rank: int, folder: Path) -> None:
+    """Ask for the summary of a rank's folder. Raises ``OSError`` where no launcher would see it."""
+    name = str(folder.relative_to(run)).replace("/", _SLASH)
+    (summaries_folder(run, node_rank) / name).touch()
+
+
+def take_summary_requests(run: Path, requests: Path) -> list[Path]:
+    """Take the requests of summaries away and return the folders that they name."""
+    taken = []
+    with suppress(OSError):  # the run directory was removed
+        for file in sorted(requests.iterdir()):
+            file.unlink()
+            taken.append(run / file.name.replace(_SLASH, "/"))
+    return taken
 
 
 def ask_and_wait(run: Path, seconds: float) -> RecordingInfo | None:

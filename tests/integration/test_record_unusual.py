@@ -44,6 +44,9 @@ UNUSUAL = str(script_path("unusual"))
         "dropped",
         "under_modes",
         "with_children",
+        "listing",
+        "tracing",
+        "with_a_helper",
     ],
 )
 def test_of_ways_to_train(tmp_path: Path, way: str) -> None:
@@ -52,6 +55,20 @@ def test_of_ways_to_train(tmp_path: Path, way: str) -> None:
     assert rank.manifest is not None
     assert rank.manifest.traced_steps == [1]
     assert rank.trace is not None
+    if way in ("listing", "tracing"):
+        assert rank.manifest.memory_steps == [2, 3]
+    if way == "with_a_helper":
+        assert len(rank.manifest.steps) == 7
+
+
+def test_of_a_training_that_waits_for_any_child(tmp_path: Path) -> None:
+    """A summary is not made by a child of the rank."""
+    run, command = tmp_path / "run", [sys.executable, UNUSUAL, "--way", "waiting"]
+    alone = ended(command, tmp_path / "alone")
+    assert ended([*RECORD, "--summary", "-o", str(run), "--", *command], tmp_path / "recorded") == alone
+    assert alone[0] == 0
+    assert {file.name for file in (run / "rank-00000").iterdir()} == {"manifest.json", "summary.json"}
+    assert list(run.rglob(".*")) == []
 
 
 def test_of_a_script_that_imports_dynamo_first(tmp_path: Path) -> None:

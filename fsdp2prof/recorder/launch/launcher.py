@@ -22,7 +22,8 @@ from fsdp2prof.files import remove_scratch, temporaries, write_json
 from fsdp2prof.manifest import RankManifest, RecordOptions, Rehearsal, RunInfo, State
 from fsdp2prof.recorder.hanging import buffer_variables
 from fsdp2prof.recorder.launch.host_processes import HangReport, RankProcesses, end_orphans
-from fsdp2prof.recorder.requests import request_recording
+from fsdp2prof.recorder.launch.summaries import Summaries
+from fsdp2prof.recorder.requests import request_recording, summaries_folder
 from fsdp2prof.recorder.run_folder import is_alone, now, prepare_run, records_of_node
 from fsdp2prof.recorder.settings import ALIVE_VARIABLE, VARIABLE, Settings
 from fsdp2prof.run_directory import FLIGHT_RECORDER_FOLDER, MANIFEST_FILE, STACKS_FILE, RankRecord, node_file
@@ -75,22 +76,25 @@ def launch(
     alive = path.resolve() / f".alive-{node_rank:05d}"
     alive.mkdir(exist_ok=True)
     processes = RankProcesses(settings)
+    summaries = Summaries(path, node_rank) if options.summary else None
     try:
         environment = _child_environment(settings, alive, path) | _rendezvous(rehearsal)
         with _hangs(path, options, node_rank, told):
-            status, interrupted = _run(command, environment, processes, _Trigger(options, path))
+            status, interrupted = _run(command, environment, processes, _Trigger(options, path), summaries)
     except InputError:
         (path / node_file(node_rank)).unlink()
         raise
     else:
         ended = _Ended(128 - status if status < 0 else status, interrupted, settings, processes)
+        unsummarised = [] if summaries is None else summaries.finish(wait=not status and not interrupted)
         try:
-            _sum_up(info, path, node_rank, alive, ended)
+            _sum_up(info, path, node_rank, alive, ended, unsummarised)
         except (OSError, RunDirectoryError) as error:  # its own exit code, whatever became of the folder
             info.state = "crashed" if ended.code else "partial"
             info.messages = [f"what was recorded may be lost: {_why_lost(path, error)}"]
     finally:
-        shutil.rmtree(alive, ignore_errors=True)
+        for folder in (alive, summaries_folder(path, node_rank)):
+            shutil.rmtree(folder, ignore_errors=True)
         _remove_if_empty(path / FLIGHT_RECORDER_FOLDER)
     return Outcome(ended.code, info)
 
@@ -113,7 +117,9 @@ class _Ended:
     processes: RankProcesses
 
 
-def _sum_up(info: RunInfo, path: Path, node_rank: int, alive: Path, ended: _Ended) -> None:
+def _sum_up(
+    info: RunInfo, path: Path, node_rank: int, alive: Path, ended: _Ended, unsummarised: list[str]
+) -> None:
     """Write how this node's part of the run ended. Raises ``OSError`` or ``RunDirectoryError``."""
     info.exit_code = ended.code
     info.finished_at = now()
@@ -135,6 +141,7 @@ def _sum_up(info: RunInfo, path: Path, node_rank: int, alive: Path, ended: _Ende
     info.state = _state(ended.code, manifests, expected, ended.interrupted)
     info.wrappers = sorted(wrappers)
     info.messages = _messages(records, ended.code, expected, ended.processes, alive_pids, wrappers, failures)
+    info.messages += unsummarised
     write_json(path / node_file(node_rank), info)
 
 
@@ -203,7 +210,11 @@ class _Trigger:
 
 
 def _run(
-    command: list[str], environment: dict[str, str], processes: RankProcesses, trigger: _Trigger
+    command: list[str],
+    environment: dict[str, str],
+    processes: RankProcesses,
+    trigger: _Trigger,
+    summaries: Summaries | None,
 ) -> tuple[int, bool]:
     """Start the command and hand on signals until it ends; returns its status and whether any came."""
     watched = _FORWARDED | {signal.SIGCHLD}
@@ -220,7 +231,10 @@ def _run(
                 "before it, or a first line that names it"
             ) from error
         while True:
-            received = signal.sigtimedwait(watched, processes.look())
+            patience = processes.look()
+            if summaries is not None:
+                patience = min(patience, summaries.look())
+            received = signal.sigtimedwait(watched, patience)
             if received is not None and trigger.takes(received.si_signo):
                 continue
             if received is not None and received.si_signo in _FORWARDED:

@@ -10,9 +10,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections import deque
 from pathlib import Path
 from statistics import median
@@ -20,7 +17,6 @@ from statistics import median
 import msgspec
 
 from fsdp2prof.manifest import RecordingInfo, RecordOptions, StepInfo
-from fsdp2prof.recorder.guard import guard
 from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.model.roots import Roots
 from fsdp2prof.recorder.rank.agreement import Announcements
@@ -28,53 +24,36 @@ from fsdp2prof.recorder.rank.captures import Captures
 from fsdp2prof.recorder.rank.manifest import ManifestFile
 from fsdp2prof.recorder.rank.signals import HeardSignal
 from fsdp2prof.recorder.rank.stepping import OptimizerWatch
-from fsdp2prof.recorder.requests import bytes_taken, newest, request_recording, take_request
-from fsdp2prof.recorder.settings import ALIVE_VARIABLE, VARIABLE, Settings, leader, warmup_of
+from fsdp2prof.recorder.requests import (
+    bytes_taken,
+    newest,
+    request_recording,
+    request_summary,
+    take_request,
+)
+from fsdp2prof.recorder.settings import Settings, leader, warmup_of
 from fsdp2prof.run_directory import recording_folder
 from fsdp2prof.units import parse_bytes
 
-WAIT_S = 300.0
-"""Seconds that a training which has ended waits for its summaries."""
-
-_MODULE = "fsdp2prof.workflows.summarise_rank"
-_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-
 
 class Summaries:
-    """Of one rank: one process a recording, one after the other begun, at the lowest priority."""
+    """Of one rank: asks for them, for a child would be one that the training waits for."""
 
-    def __init__(self) -> None:
-        self._processes: dict[Path, subprocess.Popen[bytes]] = {}
+    def __init__(self, settings: Settings, *, launched: bool) -> None:
+        self._settings, self._launched = settings, launched
+        self._asked: set[Path] = set()
+        self.waiting: list[Path] = []
+        """Folders that are to be summarised when the recorder is left, where there is no launcher to ask."""
 
     def begin(self, folder: Path) -> None:
-        """Begin to summarise a rank's folder, once."""
-        if folder in self._processes:
+        """Have a rank's folder summarised, once."""
+        if folder in self._asked:
             return
-        environment = {
-            name: text for name, text in os.environ.items() if name not in (VARIABLE, ALIVE_VARIABLE)
-        }
-        environment |= dict.fromkeys(_ONE_THREAD, "1")
-        try:
-            self._processes[folder] = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(folder)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-        except OSError as error:  # no memory for a process, say: the recording stays as it is
-            guard.say(f"{folder}: cannot be summarised ({error})")
-
-    def wait(self) -> bool:
-        """Wait for all of them, a while; returns whether all made their summary."""
-        end = time.monotonic() + WAIT_S
-        codes = []
-        for process in self._processes.values():
-            try:
-                codes.append(process.wait(max(0.0, end - time.monotonic())))
-            except subprocess.TimeoutExpired:
-                codes.append(-1)
-        return not any(codes)
+        self._asked.add(folder)
+        if self._launched:
+            request_summary(self._settings.path, self._settings.node_rank, folder)
+        else:
+            self.waiting.append(folder)
 
 
 LEAST_LEAD = 3
@@ -192,7 +171,8 @@ class Recordings:
         reason, first = None, step + lead + warmup
         if self._scheduled is not None and self._scheduled - warmup <= step + lead:
             due, reason = self._scheduled, "on schedule"
-            first = due if due - warmup >= step else first  # another recording was in its way
+            if step == 0 or due - warmup >= step + LEAST_LEAD:  # else another recording was in its way
+                first = due
             self._scheduled = None if self._options.every is None else due + self._options.every
         elif self._asked is not None:
             reason, self._asked = self._asked, None

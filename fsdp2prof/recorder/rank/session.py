@@ -83,7 +83,9 @@ class RankSession:
         guard.when_off("recording", self._stop)
         guard.when_off("ending", self._mark_partial)
         options = settings.options if self.manifest.selected else _of_a_rank_left_out(settings.options)
-        self._summaries: Summaries | None = guard.run("summary", Summaries) if options.summary else None
+        self._summaries: Summaries | None = None
+        if options.summary:
+            self._summaries = guard.run("summary", Summaries, settings, launched=automatic)
         self._lines: StepLines | None = guard.run("watch", StepLines, self.folder) if options.watch else None
         self._hang: HangWatch | None = None
         if options.hang_after is not None:
@@ -197,7 +199,6 @@ class RankSession:
         if self._recordings is not None:
             guard.run("captures", self._recordings.close, whole=over and whole)
             self._finish_manifest(error, crashed)
-            self._wait_for_summaries(error)
             return
         if not over and self._step == 0 and self._automatic and not error:
             self.tell(self._why_no_step())
@@ -206,7 +207,6 @@ class RankSession:
             self.tell(f"schedule cut short: {ran}; complete: {self._captures.shortfall()}")
         self._finish_manifest(error, crashed, whole)
         self._summarise()
-        self._wait_for_summaries(error)
 
     def forget(self) -> None:
         """In a forked child: nothing is watched and nothing counted any more."""
@@ -218,12 +218,10 @@ class RankSession:
         if self._summaries is not None:
             guard.run("summary", self._summaries.begin, self.folder)
 
-    def _wait_for_summaries(self, error: str | None) -> None:
-        if self._summaries is None or error is not None or guard.is_off("summary"):
-            return
-        if guard.run("summary", self._summaries.wait) is False:
-            self.tell("its summary was not ready when the training ended; the recording itself was saved")
-            self.write_manifest()
+    @property
+    def to_summarise(self) -> list[Path]:
+        """Folders that nobody summarises, for there is no launcher."""
+        return [] if self._summaries is None else self._summaries.waiting
 
     def _choose_recording(self) -> None:
         """Take up the recording that begins with this step or soon, if there is one."""

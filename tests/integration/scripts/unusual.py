@@ -24,6 +24,7 @@ from _common import DIM, Tower, batch, process_group, shard_mesh
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -318,6 +319,111 @@ def with_children(steps: int) -> Training:
     return training
 
 
+def _drawing(name: str) -> Any:
+    def listed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        torch.rand(1)
+        return getattr(super(_Listing, self), name)(*args, **kwargs)
+
+    return listed
+
+
+class _Listing(Tower):
+    """Draws a random number whenever it is asked for what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.register_buffer("large", torch.zeros(1 << 18))
+
+    parameters, named_parameters = _drawing("parameters"), _drawing("named_parameters")
+    modules, named_modules = _drawing("modules"), _drawing("named_modules")
+    buffers, named_buffers = _drawing("buffers"), _drawing("named_buffers")
+    children, named_children = _drawing("children"), _drawing("named_children")
+    state_dict, register_forward_pre_hook = _drawing("state_dict"), _drawing("register_forward_pre_hook")
+
+
+def listing(steps: int) -> Training:
+    """The model's own lists of what it holds change the numbers that are drawn next."""
+    training = Training(whole=_Listing())
+    for _ in range(steps):
+        training.step()
+    return training
+
+
+class _Doubled(torch.Tensor):
+    """A tensor without memory of its own, around one that has some."""
+
+    wrapped: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, wrapped: torch.Tensor) -> Any:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, wrapped.shape, dtype=wrapped.dtype)
+        made.wrapped = wrapped
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return cls(func(*(one.wrapped if isinstance(one, cls) else one for one in args), **(kwargs or {})))
+
+
+def tracing(steps: int) -> Training:
+    """torch traces and transforms functions of its own in every step."""
+    training = Training()
+    for _ in range(steps):
+        training.step()
+        ones = torch.ones(2)
+        traced = torch.jit.trace(lambda x: x + 1, ones)  # type: ignore[no-untyped-call]
+        module: Any = torch.jit.trace(torch.nn.Sequential(torch.nn.Linear(2, 2)), ones)  # type: ignore[no-untyped-call]
+        print(traced(ones).tolist(), len(str(traced.graph)), len(str(module.graph)), flush=True)
+        made = make_fx(lambda x: x.sin() * 2)(ones)
+        print(made(ones).tolist(), torch.fx.symbolic_trace(torch.nn.ReLU())(ones).tolist(), flush=True)
+        print(torch.func.hessian(lambda x: (x**3).sum())(ones).tolist(), flush=True)
+        print(torch.vmap(torch.sin)(torch.ones(2, 2)).tolist(), flush=True)
+        print((_Doubled(ones) + 1).wrapped.tolist(), flush=True)
+    return training
+
+
+def _help(address: dict[str, str]) -> None:
+    """A model of its own in a process of its own, under the same rank."""
+    os.environ |= address
+    with process_group():
+        training = Training()
+        for _ in range(3):
+            training.step()
+
+
+def with_a_helper(steps: int) -> Training:
+    """A spawned process that has this rank in its environment trains too."""
+    training = Training()
+    for step in range(steps):
+        training.step()
+        if step == steps - 2:
+            context = multiprocessing.get_context("spawn")
+            helper = context.Process(target=_help, args=({"MASTER_PORT": "0"},))
+            helper.start()
+            helper.join()
+            print("helper", helper.exitcode, flush=True)
+    return training
+
+
+def waiting(steps: int) -> Training:
+    """At the end it waits for every child that it has: for its own alone."""
+    training = Training()
+    for _ in range(steps + 5):
+        training.step()
+    child = os.fork()
+    if not child:
+        os._exit(3)
+    try:
+        while True:
+            pid, status = os.wait()
+            print(pid == child, os.waitstatus_to_exitcode(status), flush=True)
+    except ChildProcessError:
+        print("no child is left", flush=True)
+    return training
+
+
 def as_usual(steps: int) -> Training:
     """Nothing unusual but the command line."""
     training = Training()
@@ -344,6 +450,10 @@ WAYS = {
         dropped,
         under_modes,
         with_children,
+        listing,
+        tracing,
+        with_a_helper,
+        waiting,
         as_usual,
     )
 }
