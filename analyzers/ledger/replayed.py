@@ -38,11 +38,14 @@ def with_replays(
 def _proposed(
     tried: Sequence[WhatIfChange], remedies: Set[str | None], limits: FindingThresholds, on_device: bool
 ) -> list[WhatIfChange]:
-    """Return what was tried, with what is proposed marked; ``tried`` is ordered by what is gained."""
+    """Return what was tried, with what is proposed marked; ``tried`` is ordered by what is gained.
+
+    Of a CPU's collectives a replay shows the shape, not the time that a device would gain.
+    """
     rows, named = [], set()
     for row in tried:
         name = row.change.partition("=")[0]
-        safe = name in _SETTINGS or row.change in remedies
+        safe = (on_device and name in _SETTINGS) or row.change in remedies
         gains = worth_telling(severity_of(row.gained_frac or 0.0, limits, on_device))
         told = safe and gains and name not in named
         rows.append(replace(row, told=told))

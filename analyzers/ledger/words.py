@@ -74,6 +74,8 @@ def _nothing(tried: Sequence[WhatIfChange], ledger: Ledger) -> str:
     if not tried:
         return f"{NOTHING}; {_REPLAY}"
     best = next((row for row in tried if row.told), None)
+    if best is None and ledger.not_judged:
+        return f"{NOTHING}."
     if best is None or best.gained_ns is None:
         return f"{NOTHING}, and by replay no other setting gains enough to be worth a change."
     gain = f"{format_ns(best.gained_ns)} a step ({format_frac(best.gained_frac or 0.0)})"
