@@ -129,15 +129,6 @@ def test_a_request_waits_while_a_recording_runs(tmp_path):
     assert take_request(tmp_path) is None
 
 
-def test_one_that_another_delays_is_announced_as_early_as_any(tmp_path):
-    """One that was asked for is over at step 29; that of step 30 comes three steps and a warm-up later."""
-    rank = Rank(tmp_path, at_step=10, every=20, on_demand=True)
-    rank.run(21)
-    request_recording(tmp_path, "test")
-    rank.run(35)
-    assert plans(tmp_path) == [(1, 10), (2, 26), (3, 33), (4, 50)]
-
-
 def test_no_recording_is_added_beyond_the_size(tmp_path):
     rank = Rank(tmp_path, at_step=1, every=10, max_size="1MB")
     rank.run(5)

@@ -171,8 +171,7 @@ class Recordings:
         reason, first = None, step + lead + warmup
         if self._scheduled is not None and self._scheduled - warmup <= step + lead:
             due, reason = self._scheduled, "on schedule"
-            if step == 0 or due - warmup >= step + LEAST_LEAD:  # else another recording was in its way
-                first = due
+            first = due if due - warmup >= step else first  # another recording was in its way
             self._scheduled = None if self._options.every is None else due + self._options.every
         elif self._asked is not None:
             reason, self._asked = self._asked, None
