@@ -21,6 +21,8 @@ _OF_TRAINING = frozenset(
 )
 """Calls between backward and the optimizer that a training needs."""
 _COPIES = frozenset({"clone", "deepcopy", "state_dict", "copy_", "get_model_state_dict", "get_state_dict"})
+_CLIPS = re.compile(r"clip|grad_?norm", re.IGNORECASE)
+"""In the names of functions that clip gradients."""
 _OFTEN = 0.75
 """Part of the steps in which a place takes time, from which on it is the step's."""
 _HALF = 0.5
@@ -129,7 +131,8 @@ def _enter_outside(book: Book, mine: list[Charge], place: str | None) -> bool:
     elif called in _COPIES:
         key = "work_outside_training/copies"
     elif looped:
-        key = "work_outside_training/loop"
+        clips = site is not None and _CLIPS.search(site["function"])
+        key = "work_outside_training/clipping" if clips else "work_outside_training/loop"
     small = ", most of it in a loop of small operators" if looped else ""
     book.enter(mine, key, {"site": place, "loop": looped}, small=small)
     return True
