@@ -28,6 +28,9 @@ on the pause is the script's own."""
 
 LINE = re.compile(r"\(\d+\): |:\d+ \(")
 """In a Python line, as the recorder (``f() in a.py:7 (g)``) or the profiler (``a.py(7): g``) writes it."""
+_OF_FUNCTION = re.compile(r"(?:\S+\(\) in )?([^()]+):\d+ \((?!<module>)(.+)\)")
+"""A line that the recorder saw in a function: the file, and the function; a script's outermost lines are one
+each."""
 _RUNS_AUTOGRAD = re.compile(r"Backward\d*$|^backward\(\) in ")
 """Names of autograd's nodes (``MmBackward0``, FSDP2's ``RegisterPostBackwardFunctionBackward``), and a line
 of the script that starts it."""
@@ -184,19 +187,20 @@ def _allocation(book: Book) -> None:
 def _pauses(book: Book) -> None:
     """Enter long gaps in which the host launched nothing, by place."""
     steady = steady_pauses(book)
-    chance = book.take(
-        "host_pause", lambda one: one.late_rank is None and (one.site, one.fqn, one.phase) not in steady
-    )
+    chance = book.take("host_pause", lambda one: one.late_rank is None and pausing_at(one) not in steady)
     book.put_back(replace(one, cause="host") for one in chance)
     mine = book.take("host_pause")
     own = [one for one in mine if one.late_rank is None]
     if not own:
         book.put_back(replace(one, cause="host") for one in mine)
         return
-    places: dict[tuple[str | None, str | None, str], int] = defaultdict(int)
+    places: dict[tuple[str | None, str | None, str], list[Charge]] = defaultdict(list)
     for one in own:
-        places[one.site, one.fqn, one.phase] += one.ns
-    (site, fqn, phase), _ = max(places.items(), key=lambda item: item[1])
+        places[pausing_at(one)].append(one)
+    most = max(places.values(), key=lambda those: sum(one.ns for one in those))
+    site, phase = book.main_site(most), most[0].phase
+    layers = {one.fqn for one in most}
+    fqn = layers.pop() if len(layers) == 1 else None
     count = sum(one.count for one in mine) / book.rank_steps
     where = _where(fqn, phase)
     ranks: Counter[int] = Counter()
@@ -229,6 +233,15 @@ def _pauses(book: Book) -> None:
     )
 
 
+def pausing_at(one: Charge) -> tuple[str | None, str | None, str]:
+    """Name the place of a pause: the function of the script with its file, in whichever layers it is called.
+
+    Without a line of the script it is the operator, if any, and the layer.
+    """
+    line = _OF_FUNCTION.fullmatch(one.site or "")
+    return (one.site, one.fqn, one.phase) if line is None else (line[1] + line[2], None, one.phase)
+
+
 def steady_pauses(book: Book) -> set[tuple[str | None, str | None, str]]:
     """Return the places at which a rank pauses in most of its steps, or for long in one.
 
@@ -240,7 +253,7 @@ def steady_pauses(book: Book) -> set[tuple[str | None, str | None, str]]:
         lambda: defaultdict(int)
     )
     for one in (one for one in book.left("host_pause") if one.late_rank is None):
-        pauses[one.site, one.fqn, one.phase][one.rank, one.step] += one.ns
+        pauses[pausing_at(one)][one.rank, one.step] += one.ns
     mean_step = book.total_ns / max(1, book.rank_steps)
     waited = waits_for_processors(book.manifests)
     found = set()

@@ -11,7 +11,7 @@ from statistics import median_high
 from fsdp2prof.analyzers.layers import named_layer, numbered
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
-from fsdp2prof.analyzers.ledger.host_rules import LINE, steady_pauses
+from fsdp2prof.analyzers.ledger.host_rules import LINE, pausing_at, steady_pauses
 from fsdp2prof.analyzers.ledger.machine import oversubscribed, starved_ranks, waits_for_processors
 from fsdp2prof.analyzers.ranks.stragglers import LATE_FROM_THE_START
 from fsdp2prof.analyzers.ranks.summary import GARBAGE
@@ -224,9 +224,7 @@ def _for_pauses(book: Book) -> None:
     """Charge waiting for a rank that pauses at one place in most steps, or collects garbage, to these."""
     steady = steady_pauses(book)
     pausing = {
-        (one.rank, one.site)
-        for one in book.left("host_pause")
-        if one.site and (one.site, one.fqn, one.phase) in steady
+        (one.rank, one.site) for one in book.left("host_pause") if one.site and pausing_at(one) in steady
     }
     mine = book.take("uneven_ranks", lambda one: one.why == "host" and (one.late_rank, one.site) in pausing)
     book.put_back(replace(one, cause="host_pause") for one in mine)
