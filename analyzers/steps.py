@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median, quantiles
+from dataclasses import dataclass, replace
+from statistics import fmean, median, quantiles
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -174,6 +174,8 @@ def _host_activity(trace: Trace) -> tuple[IntArray, IntArray]:
     return trace.events.start_ns[on_host], trace.events.end_ns[on_host]
 
 
+_ALIKE, _ENOUGH = 1.4, 4
+"""Upper over lower quartile beyond which steps are of several kinds, of so many steps at least."""
 _APART = 1.1
 """Times as long as the other kind, from which on traced and unrecorded steps are called different."""
 
@@ -191,7 +193,7 @@ def unrecorded_step(ranks: Iterable[Sequence[StepInfo | StepTime]]) -> Unrecorde
         return None
     lower, middle, upper = quantiles(plain, n=4, method="inclusive") if len(plain) > 1 else plain * 3
     slow = median(traced) if traced else None
-    return UnrecordedStep(
+    step = UnrecordedStep(
         steps=len(plain),
         median_ns=middle,
         lower_quartile_ns=lower,
@@ -200,7 +202,19 @@ def unrecorded_step(ranks: Iterable[Sequence[StepInfo | StepTime]]) -> Unrecorde
         max_ns=max(plain),
         traced_median_ns=slow,
         slowdown=None if slow is None or not middle else slow / middle,
+        mean_ns=fmean(plain),
     )
+    return replace(step, slowdown=fmean(traced) / typical_ns(step)) if traced and are_unlike(step) else step
+
+
+def are_unlike(step: UnrecordedStep) -> bool:
+    """Whether unrecorded steps are of several kinds: models in turns, a step in two that generates, too."""
+    return step.steps >= _ENOUGH and step.upper_quartile_ns > _ALIKE * step.lower_quartile_ns
+
+
+def typical_ns(step: UnrecordedStep) -> float:
+    """Return how long an unrecorded step takes: the median, or the mean of several kinds."""
+    return step.mean_ns if are_unlike(step) and step.mean_ns is not None else step.median_ns
 
 
 _CAN_VARY = 0.95
@@ -222,7 +236,9 @@ def added_ns(step: UnrecordedStep | None) -> float:
     """Return what tracing added to a step; 0 where that is unknown or nothing."""
     if step is None or step.traced_median_ns is None:
         return 0
-    return max(0, step.traced_median_ns - step.median_ns)
+    if step.slowdown is None:
+        return 0
+    return max(0.0, (step.slowdown - 1) * typical_ns(step))
 
 
 def differs_traced(traced_ns: float, unrecorded_ns: float | None) -> bool:

@@ -26,6 +26,7 @@ from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, cost_frac
 from fsdp2prof.analyzers.ledger.words import bound, collectives, not_judged
 from fsdp2prof.analyzers.ledger.work_rules import enter_kernels, enter_untrained, enter_work
 from fsdp2prof.analyzers.means import mean
+from fsdp2prof.analyzers.steps import typical_ns
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Finding
 from fsdp2prof.results.ledger import Ledger, LedgerEntry, LedgerRest, LedgerStep
@@ -131,7 +132,7 @@ def _ledger(book: Book) -> Ledger:
         windows=book.rank_steps,
         total_ns=book.total_ns,
         step_ns=mean(book.total_ns, max(1, book.rank_steps)),
-        unrecorded_step_ns=None if step is None else step.median_ns,
+        unrecorded_step_ns=None if step is None else typical_ns(step),
         entries=entries,
         rest=_rest(entries, book.total_ns, book.rank_steps),
         steps=[

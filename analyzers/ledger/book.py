@@ -13,7 +13,7 @@ from fsdp2prof.analyzers.findings import worded
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, severity_of, worth_telling
 from fsdp2prof.analyzers.means import mean
-from fsdp2prof.analyzers.steps import differs_traced, window_count
+from fsdp2prof.analyzers.steps import differs_traced, typical_ns, window_count
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest
 from fsdp2prof.results.communication import GroupRow
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Place, Severity
@@ -238,7 +238,7 @@ class Book:
     def per_step(self, nanoseconds: float) -> str:
         """A sum over all ranks and steps, as text: time a step and percent of it."""
         step = self.analysis.unrecorded_step
-        apart = step is not None and differs_traced(self.total_ns / self.rank_steps, step.median_ns)
+        apart = step is not None and differs_traced(self.total_ns / self.rank_steps, typical_ns(step))
         of = "of a traced step" if apart else "a step"
         return f"{format_ns(nanoseconds / self.rank_steps)} ({format_frac(self.frac(nanoseconds))}) {of}"
 

@@ -13,7 +13,7 @@ from fsdp2prof.analyzers.ledger.book import ALL, Book, main_layer, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.machine import waits_for_processors
 from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
-from fsdp2prof.analyzers.steps import added_ns
+from fsdp2prof.analyzers.steps import added_ns, are_unlike
 from fsdp2prof.manifest import OptimizerInfo
 from fsdp2prof.results.finding import EvidenceValue
 
@@ -44,7 +44,7 @@ def enter_tracing(book: Book) -> None:
         mine += book.take("host")
     added = int(added_ns(step) * book.rank_steps)
     if step is not None:
-        longer = _beyond(book, step.median_ns)
+        longer = _added(book, added) if are_unlike(step) else _beyond(book, step.median_ns)
         mine += longer
         added -= sum(one.ns for one in longer)
     whole = book.left_ns("sync")
@@ -61,6 +61,12 @@ def enter_tracing(book: Book) -> None:
         traced=None if step is None else step.traced_median_ns,
         median=None if step is None else step.median_ns,
     )
+
+
+def _added(book: Book, added: int) -> list[Charge]:
+    """Take what tracing added out of the time that the host launches too slowly, in all steps alike."""
+    whole = book.left_ns("host")
+    return book.take("host", part=(min(whole, added), max(1, whole)))
 
 
 def _beyond(book: Book, median_ns: float) -> list[Charge]:

@@ -84,7 +84,10 @@ class UnrecordedStep:
     traced_median_ns: float | None
     """Median of the traced steps on the same clock; null if none ended."""
     slowdown: float | None
-    """``traced_median_ns`` over ``median_ns``: how many times as long a step takes while it is traced."""
+    """``traced_median_ns`` over ``median_ns``, or the means of both where steps are of several kinds: how many
+    times as long a step takes while it is traced."""
+    mean_ns: float | None = None
+    """What a step takes where the quartiles show several kinds: models in turns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

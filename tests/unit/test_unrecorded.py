@@ -16,7 +16,7 @@ from fsdp2prof.analyzers.compare.sides import Side, compare
 from fsdp2prof.analyzers.fail_on import check, parse
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds
 from fsdp2prof.analyzers.run_summary import combine
-from fsdp2prof.analyzers.steps import added_ns, unrecorded_step, waited_for
+from fsdp2prof.analyzers.steps import added_ns, are_unlike, typical_ns, unrecorded_step, waited_for
 from fsdp2prof.analyzers.trace.analysis import References, analyze_rank, merge, throughput
 from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.errors import InputError
@@ -289,3 +289,15 @@ def test_a_host_that_runs_ahead_of_its_device_does_not_time_its_steps(
     trace = replace(trace_analysis(), ranks=ranks)
     both = combine(replace(run_summary(), unrecorded_step=step), trace, None)
     assert (both.run.unrecorded_step is not None) is is_known
+
+
+def test_steps_of_several_kinds_take_their_mean() -> None:
+    """Two models in turns: a median is one of them, and traced steps have both."""
+    traced = [StepTime(step=90, duration_ns=ms * MS, kind="traced") for ms in (100, 240)]
+    found = measured([*steps(900, 60, 170, 60, 170, 60, 170, 60), *traced])
+    assert are_unlike(found)
+    assert typical_ns(found) == found.mean_ns == pytest.approx(750 * MS / 7)
+    assert found.slowdown == pytest.approx(170 * MS / found.mean_ns)
+    assert added_ns(found) == pytest.approx(170 * MS - 750 * MS / 7)
+    alike = measured(steps(900, 60, 62, 61, 63))
+    assert typical_ns(alike) == alike.median_ns
