@@ -84,7 +84,7 @@ class UnrecordedStep:
     traced_median_ns: float | None
     """Median of the traced steps on the same clock; null if none ended."""
     slowdown: float | None
-    """``traced_median_ns`` over ``median_ns``, or the means of both where steps are of several kinds: how many
+    """``traced_median_ns`` over ``median_ns``, or their means where steps are of several kinds: how many
     times as long a step takes while it is traced."""
     mean_ns: float | None = None
     """What a step takes where the quartiles show several kinds: models in turns."""
