@@ -245,7 +245,9 @@ def test_the_changes_worth_most_open_the_page_with_gain_and_cost() -> None:
         change("reshard=always", -3 * MS, -MIB),
         change("backward_prefetch=2", None),
     ]
-    analysis = with_replays(trace_analysis(), offered)
+    on_gpus = trace_analysis()
+    on_gpus = replace(on_gpus, ranks=[replace(rank, device_type="cuda") for rank in on_gpus.ranks])
+    analysis = with_replays(on_gpus, offered)
     document = build(analysis)
     assert document.changes == [
         "With reshard=never (`reshard=never`): 5.00 ms less a step (10.0%), for at most 3.00 MiB more "
@@ -255,7 +257,8 @@ def test_the_changes_worth_most_open_the_page_with_gain_and_cost() -> None:
     brief = RENDERERS["text"].render(document, RenderOptions(brief=True, width=100))
     assert "With reshard=never (`reshard=never`): 5.00 ms less" in brief, "the terminal names them too"
     assert [row.change for row in analysis.what_if if row.told] == ["reshard=never", "forward_prefetch=2"]
-    few = with_replays(trace_analysis(), [change("forward_prefetch=2", 1.4 * MS)])
+    assert not build(with_replays(trace_analysis(), offered)).changes, "not of a CPU's collectives"
+    few = with_replays(on_gpus, [change("forward_prefetch=2", 1.4 * MS)])
     assert not build(few).changes, "a gain that is too small for a finding is not proposed"
     full = that_fit(analysis, 2 * MIB)
     assert [row.change for row in full.what_if if row.told] == ["forward_prefetch=2"], "the rest does not fit"
