@@ -222,7 +222,7 @@ class Guard:
     ) -> Callable[..., None]:
         """Run ``action`` once before a signal ends the process, when nothing of ours runs; then die of it.
 
-        Only for a signal that nobody handles: :mod:`signal` goes on to show ``SIG_DFL``. ``told`` is set when
+        Only for a signal without a handler; :mod:`signal` still shows ``SIG_DFL``. ``told`` is set when
         the signal arrives. Returns the handler. Raises ``ValueError`` outside the main thread.
         """
         served = False

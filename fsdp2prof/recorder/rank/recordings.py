@@ -43,7 +43,7 @@ class Summaries:
         self._settings, self._launched = settings, launched
         self._asked: set[Path] = set()
         self.waiting: list[Path] = []
-        """Folders that are to be summarised when the recorder is left, where there is no launcher to ask."""
+        """Folders to summarise when the recorder ends, where no launcher does it."""
 
     def begin(self, folder: Path) -> None:
         """Have a rank's folder summarised, once."""

@@ -220,7 +220,7 @@ class RankSession:
 
     @property
     def to_summarise(self) -> list[Path]:
-        """Folders that nobody summarises, for there is no launcher."""
+        """Folders that no launcher summarises."""
         return [] if self._summaries is None else self._summaries.waiting
 
     def _choose_recording(self) -> None:

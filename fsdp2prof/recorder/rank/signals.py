@@ -59,7 +59,7 @@ class HeardSignal:
 
 
 def kills(number: int) -> bool:
-    """Whether nobody handles a signal, in Python or C, so that it ends the process."""
+    """Whether a signal has no handler, in Python or C, and ends the process."""
     return signal.getsignal(number) == signal.SIG_DFL and _in_c(number) == signal.SIG_DFL
 
 
