@@ -176,15 +176,11 @@ class Book:
         return {step.step for rank in self.analysis.ranks for step in rank.steps}
 
     def is_seen_once(self, charges: Iterable[Charge]) -> bool:
-        """Whether one step of several has some charges: they may come every few hundred steps."""
-        return len({one.step for one in charges if one.ns}) == 1 < len(self.traced)
-
-    def is_mostly_once(self, charges: Collection[Charge]) -> bool:
-        """Whether one step of several has nearly all of some charges: it may come every few hundred steps."""
+        """Whether one step of several has nearly all of some charges: they may come once in hundreds."""
         steps = Counter[int]()
         for one in charges:
             steps[one.step] += one.ns
-        return len(self.traced) > 1 and max(steps.values(), default=0) >= _NEARLY_IN_ONE * steps.total()
+        return len(self.traced) > 1 and max(steps.values(), default=0) > _NEARLY_IN_ONE * steps.total()
 
     def usual_frac(self, charges: Iterable[Charge]) -> float:
         """Return the fraction of all steps that some charges took if each took the median of a step's."""

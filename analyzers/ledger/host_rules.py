@@ -161,7 +161,7 @@ def _garbage(book: Book) -> None:
         mine,
         "garbage_collection",
         {"collections_per_step": count, "site": book.main_site(mine)},
-        calm=book.is_mostly_once(mine),
+        calm=book.is_seen_once(mine),
     )
 
 
