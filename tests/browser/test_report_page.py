@@ -218,7 +218,8 @@ def test_timeline_and_remedies_are_on_two_screens_and_the_page_on_six(
             ("backward_prefetch=2", "explicit backward prefetch of 2"),
         )
     ]  # fmt: skip
-    run = replace(run, trace=with_replays(run.trace, tried))
+    on_gpus = [replace(rank, device_type="cuda") for rank in run.trace.ranks]
+    run = replace(run, trace=with_replays(replace(run.trace, ranks=on_gpus), tried))
     file.write_text(page_of(run, "runs/large"), encoding="utf-8")
     page.open(file, width=1440, height=SCREEN)
     bottom = "Math.round(document.querySelector('{}').getBoundingClientRect().bottom + scrollY)"

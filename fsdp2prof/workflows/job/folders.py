@@ -57,7 +57,10 @@ def find_traces(root: Path, iteration: int | None = None) -> Found:
 def find_memory_files(root: Path, iteration: int | None = None) -> Found:
     """Find the memory snapshots and storage counts in a folder, as :func:`find_traces` does."""
     for level in _levels(root):
-        if candidates := [_candidate(root, path) for path in level if is_memory_name(path)]:
+        # A file may lie unpacked beside its packed self.
+        named = {path for path in level if is_memory_name(path)}
+        once = [path for path in level if path in named and path.with_suffix("") not in named]
+        if candidates := [_candidate(root, path) for path in once]:
             return of_one_job(root, "memory recording", candidates, iteration, [])
     suffixes = ", ".join(f"*{suffix}" for suffix in _MEMORY_SUFFIXES)
     return Found(absent=f"{root}: no memory snapshots: no {suffixes} file in it")

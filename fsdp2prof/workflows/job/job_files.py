@@ -215,11 +215,17 @@ def _traces_of_run(run: RunDirectory) -> Found:
     )
 
 
+def _of_failure(folder: Path) -> Path | None:
+    """The snapshot of a failed request, packed or not; the unpacked one where both are there."""
+    paths = (folder / (OOM_SNAPSHOT_FILE + end) for end in ("", PACKED))
+    return next((path for path in paths if path.is_file()), None)
+
+
 def _recordings_of_run(run: RunDirectory) -> Found:
     files = tuple(
         RankFile(rank=record.rank, path=path)
         for record in run.ranks
-        for path in (record.memory, *(record.path / (OOM_SNAPSHOT_FILE + end) for end in ("", PACKED)))
+        for path in (record.memory, _of_failure(record.path))
         if path is not None and path.is_file()
     )
     reason = _reason(run, "record again without --no-memory")
