@@ -110,7 +110,8 @@ def _offload(book: Book) -> None:
     )
     whose = f", most for {named_layer(worst)} ({book.per_step(layers[0][1])})" if worst is not None else ""
     offloading = "cpu_offload" if pinned else "cpu_offload/unpinned"
-    direct = size and all(_PINNED in one.op for one in mine if one.op is not None)
+    named = [one.op for one in mine if one.op is not None]
+    direct = bool(named) and all(_PINNED in name for name in named)
     book.enter(
         mine,
         offloading if offloads else "host_copies/pinned" if direct else "host_copies",

@@ -695,6 +695,9 @@ def test_pinned_memory_is_not_to_be_pinned(memory: str, pinned: bool) -> None:
     assert first.remedy is not None
     assert (first.id, first.ns) == ("host_copies", 9 * MS)
     assert ("non_blocking" in first.remedy.change) is not pinned
+    (unnamed,) = told(ledger_of([copy | {"op": None}]))
+    assert unnamed.remedy is not None
+    assert "non_blocking" in unnamed.remedy.change, "nothing says how the memory is held"
 
 
 def teacher_and_student(*, optimizer: bool = True) -> list[RankManifest]:
