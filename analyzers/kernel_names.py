@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-KINDS = ("float64", "attention_in_float32", "layout", "unaligned", "indexed", "scores", "memory")
+KINDS = ("float64", "attention_in_float32", "layout", "unaligned", "indexed", "scores", "memory", "update")
 """Matrix products in double precision; fused attention in single precision; conversions between channels
 first and last; half-precision matrix products whose rows are not aligned to 16 bytes; gradients of a tensor
 that is indexed by a tensor; attention with its scores in memory; torch's own kernels that read and write
-whole tensors and compute almost nothing."""
+whole tensors and compute almost nothing; matrix products of the optimizer."""
 
 NAMES = {
     "float64": re.compile(r"(?:^|_)d(?:884|1688)?gemm|gemm_f64f64"),  # cuBLAS, CUTLASS
@@ -18,6 +18,8 @@ NAMES = {
     "unaligned": re.compile(r"(?:f16|bf16|h)_?s?\d*gemm\w*_align[124](?!\d)"),  # CUTLASS, called by cuBLAS
 }
 """Kind -> pattern of its kernels' names."""
+PRODUCT_KERNEL = re.compile(r"gemm|^nvjet|^Cijk_")
+"""Names of matrix products (cuBLAS, CUTLASS, hipBLASLt)."""
 _MEMORY = re.compile(
     r"elementwise_kernel|\breduce_kernel|\b(?:vectorized_layer_norm|layer_norm_grad|batch_norm_|group_norm_)|"
     r"(?:Layer|Group)Norm(?:Forward|Backward|1d)|RowwiseMoments|GammaBetaBackward|\b(?:softmax_warp|cunn_\w*soft_?max)|"

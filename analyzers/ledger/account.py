@@ -24,7 +24,12 @@ from fsdp2prof.analyzers.ledger.script_rules import enter_script, join_places
 from fsdp2prof.analyzers.ledger.starved_rules import enter_starved
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, cost_frac
 from fsdp2prof.analyzers.ledger.words import bound, collectives, not_judged
-from fsdp2prof.analyzers.ledger.work_rules import enter_kernels, enter_untrained, enter_work
+from fsdp2prof.analyzers.ledger.work_rules import (
+    enter_kernels,
+    enter_repeated_update,
+    enter_untrained,
+    enter_work,
+)
 from fsdp2prof.analyzers.means import mean
 from fsdp2prof.analyzers.steps import typical_ns
 from fsdp2prof.manifest import RankManifest
@@ -77,6 +82,7 @@ def with_ledger(
         enter_untrained,
         enter_links,
         enter_waits,
+        enter_repeated_update,
         enter_other_communication,
         enter_fsdp,
         enter_host,

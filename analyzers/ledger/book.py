@@ -56,6 +56,7 @@ _REASONS = {
     "unaligned": "products of matrices that 16 bytes do not divide",
     "scores": "attention with its scores as a tensor",
     "memory": "kernels that only move memory",
+    "update": "matrix products of the optimizer",
     "fsdp": "FSDP's own work on the host",
     "forwards": "forwards of checkpointed modules",
 }

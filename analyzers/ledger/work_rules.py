@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
+from math import prod
 
 from fsdp2prof.analyzers.findings import listed
 from fsdp2prof.analyzers.kernel_names import moves_memory
@@ -14,9 +15,11 @@ from fsdp2prof.analyzers.ledger.book import Book, by_layer, main_layer, worst_la
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
 from fsdp2prof.analyzers.recorded_groups import untrained_units
-from fsdp2prof.units import format_bytes, plural
+from fsdp2prof.units import dtype_bytes, format_bytes, plural
 
 _GIGA = 1e9
+_ONCE = 1.1
+"""Times the bytes of all trained parameters, up to which they are gathered once."""
 _NESTED = 1.25
 """Times that operators of forward run again in backward, from which on checkpoints are called nested."""
 
@@ -42,6 +45,31 @@ def _is_untrained(units: Collection[str], one: Charge) -> bool:
         and one.fqn in units
         and (one.phase == "backward" or one.op == "reduce_scatter")
     )
+
+
+def enter_repeated_update(book: Book) -> None:
+    """Enter the optimizer's matrix products where every rank computes all of them.
+
+    Each rank does if the optimizer gathers the model's matrices once, and issues nothing else that could
+    exchange results. A rank of N that computes a share saves at most (N - 1) / N: results are then exchanged.
+    """
+    beside = [one for one in book.left("other_communication") if one.phase == "optimizer"]
+    trained = sum(
+        prod(one.global_shape) * (dtype_bytes(one.dtype) or 0)
+        for group in book.groups
+        for one in group.parameters
+        if one.requires_grad
+    )
+    gathered = sum(one.bytes for one in beside) / book.rank_steps
+    ranks = min((group.shard_world_size for group in book.groups), default=1)
+    if not 0 < gathered <= _ONCE * trained or any(one.op != "all_gather" for one in beside if one.bytes):
+        return
+    mine = book.take("compute", lambda one: one.why == "update")
+    gain = sum(one.ns for one in mine) * (ranks - 1) / ranks
+    if _is_worth_it(book, gain):
+        book.enter(mine, "repeated_update", gain_ns=gain, ranks=ranks, site=book.main_site(beside))
+    else:
+        book.put_back(mine)
 
 
 def enter_work(book: Book) -> None:

@@ -308,14 +308,17 @@ def step_flops(trace: Trace, steps: StepTable) -> IntArray:
     return _summed(trace, steps, {})
 
 
-def step_work(trace: Trace, steps: StepTable) -> IntArray:
-    """Return as :func:`step_flops`, with convolutions: the same measure on ranks that train one model.
+def step_work(trace: Trace, steps: StepTable, phases: PhaseTable) -> IntArray:
+    """Return as :func:`step_flops`, with convolutions and without the optimizer's: a measure of a batch.
 
     A convolution's output is as large as the gradient that its backward takes; where forward has none, it is
     unknown. Each backward counts as two products, although the first layer's may be one.
     """
     names, dims = trace.events.name.take(trace.shapes.event), trace.shapes.dims
-    return _summed(trace, steps, _convolutions(set(zip(names.to_list(), dims.to_list(), strict=True))))
+    convolutions = _convolutions(set(zip(names.to_list(), dims.to_list(), strict=True)))
+    event = trace.shapes.event
+    row = find_rows(phases, trace.events.thread[event], trace.events.start_ns[event])
+    return _summed(trace, steps, convolutions, ~phases.phase.lookup(row).equals("optimizer"))
 
 
 def _convolutions(calls: set[tuple[str | None, str | None]]) -> dict[tuple[str, str], int]:
@@ -340,8 +343,16 @@ def _convolutions(calls: set[tuple[str | None, str | None]]) -> dict[tuple[str, 
     return found
 
 
-def _summed(trace: Trace, steps: StepTable, convolutions: dict[tuple[str, str], int]) -> IntArray:
-    """Sum up the operations of each step; -1 where those of an operator are not known."""
+def _summed(
+    trace: Trace,
+    steps: StepTable,
+    convolutions: dict[tuple[str, str], int],
+    mask: BoolArray | None = None,
+) -> IntArray:
+    """Sum up the operations of each step; -1 where those of an operator are not known.
+
+    ``mask`` says which of the operators with shapes count.
+    """
     events, shapes = trace.events, trace.shapes
     names = events.name.take(shapes.event)
     pairs: dict[tuple[int, int], int] = {}
@@ -351,6 +362,8 @@ def _summed(trace: Trace, steps: StepTable, convolutions: dict[tuple[str, str], 
             pairs[key] = convolutions.get((name, dims), operations(name, dims))
     keys = zip(names.codes.tolist(), shapes.dims.codes.tolist(), strict=True)
     known = np.array([pairs[key] for key in keys], dtype=np.int64)
+    if mask is not None:
+        known[~mask] = 0
     counted = events.name.matches(
         lambda name: (
             name in PRODUCTS or name in (_CONVOLUTION, _BACKWARD) or ATTENTION.fullmatch(name) is not None

@@ -411,7 +411,10 @@ def _steps(tables: RankTables) -> list[StepBreakdown]:
     numbers = tables.analysed.step.tolist()
     flops, work = (
         {step: count for step, count in zip(numbers, counts.tolist(), strict=True) if count >= 0}
-        for counts in (step_flops(tables.trace, tables.analysed), step_work(tables.trace, tables.analysed))
+        for counts in (
+            step_flops(tables.trace, tables.analysed),
+            step_work(tables.trace, tables.analysed, tables.phases),
+        )
     )
     return [
         replace(step, idle_ns=causes, flops=flops.get(step.step), work=work.get(step.step))

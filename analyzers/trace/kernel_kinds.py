@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
-from fsdp2prof.analyzers.kernel_names import KINDS, NAMES, moves_memory
+from fsdp2prof.analyzers.kernel_names import KINDS, NAMES, PRODUCT_KERNEL, moves_memory
 from fsdp2prof.analyzers.trace.accounting import PRODUCTS, WorkTable
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.tables import BoolArray, IntArray
@@ -27,6 +27,9 @@ def kinds_of_compute(tables: RankTables, work: WorkTable) -> IntArray:
     """Return the position in ``KINDS`` of each activity, an operator or a kernel; -1 for all others."""
     names = tables.trace.events.name.take(work.event)
     found = np.full(len(work), -1, dtype=np.int64)
+    products = names.matches(lambda name: name in PRODUCTS or PRODUCT_KERNEL.search(name) is not None)
+    update = tables.phases.phase.lookup(work.phase_row).equals("optimizer")
+    found[products & update] = KINDS.index("update")
     if len(tables.device):
         found[names.matches(moves_memory)] = KINDS.index("memory")
         found[_with_scores(tables, work)] = KINDS.index("scores")

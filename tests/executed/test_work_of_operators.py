@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.profiler import profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
+from fsdp2prof.analyzers.phases import build_phases
 from fsdp2prof.analyzers.steps import host_steps
 from fsdp2prof.analyzers.trace.accounting import step_flops, step_work
 from fsdp2prof.estimators.timeline.operators import work_of
@@ -106,5 +107,8 @@ def test_the_work_of_convolutions_is_three_times_what_torch_counts_forward(
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     trace = read_trace(tmp_path / "trace.json")
     steps = host_steps(trace.labels)
-    assert step_work(trace, steps).tolist() == [3 * counted.get_total_flops(), -1]
+    assert step_work(trace, steps, build_phases(trace.labels, steps)).tolist() == [
+        3 * counted.get_total_flops(),
+        -1,
+    ]
     assert step_flops(trace, steps).tolist() == [-1, -1]

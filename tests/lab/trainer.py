@@ -26,7 +26,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -326,12 +326,54 @@ class Own(torch.optim.Optimizer):
             one.addcdiv_(mean, square.sqrt().add_(1e-8), value=-3e-4)
 
 
+class Orthogonal(torch.optim.Optimizer):
+    """Muon: momentum made orthogonal by Newton and Schulz's iteration, of whole matrices."""
+
+    def __init__(self, params: Any, shared: bool) -> None:
+        super().__init__(params, {})
+        self.shared = shared
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Compute each update on every rank, or on one of them."""
+        rank, load = dist.get_rank(), [0] * dist.get_world_size()
+        params = [one for group in self.param_groups for one in group["params"]]
+        updates = []
+        for one in params:
+            momentum = self.state[one].setdefault("momentum", torch.zeros_like(one))
+            updates.append(momentum.mul_(0.9).add_(one.grad).full_tensor())
+        owner = [0] * len(updates)
+        for at in sorted(range(len(updates)), key=lambda one: -updates[one].numel()):
+            update = updates[at]
+            owner[at] = load.index(min(load))
+            load[owner[at]] += update.numel() * min(update.shape)
+            if update.dim() == 2 and (not self.shared or owner[at] == rank):
+                updates[at] = orthogonal(update)
+        for at, (one, update) in enumerate(zip(params, updates, strict=True)):
+            if self.shared:
+                dist.broadcast(update, src=owner[at])
+            whole = distribute_tensor(update, one.device_mesh, one.placements, src_data_rank=None)
+            one.add_(whole, alpha=-0.01)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Make a matrix nearly orthogonal."""
+    x = matrix / (matrix.norm() + 1e-7)
+    x = x.T if len(x) > x.shape[1] else x
+    for _ in range(5):
+        products = x @ x.T
+        x = 3.4445 * x + (-4.775 * products + 2.0315 * products @ products) @ x
+    return (x.T if x.shape != matrix.shape else x).contiguous()
+
+
 def make_optimizer(model: nn.Module, s: Switches) -> torch.optim.Optimizer:
     """Build the optimizer."""
     if s.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=s.foreach)
     if s.optimizer == "own":
         return Own(model.parameters(), {})
+    if s.optimizer in ("muon", "muon_shared"):
+        return Orthogonal(model.parameters(), s.optimizer == "muon_shared")
     if s.optimizer == "lbfgs":
         return torch.optim.LBFGS(model.parameters(), max_iter=3)
     parameters = list(model.parameters())

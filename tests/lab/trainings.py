@@ -356,6 +356,17 @@ TRAININGS: list[Case] = [
         common={"layers": 30, "dim": 16, "heads": 2, "batch": 1, "length": 16, "wrap": "whole"},
         excused="root_only wrapping_too_coarse",  # it is wrapped so
     ),
+    *_fault(
+        "muon",
+        "an optimizer that computes the whole update on every rank",
+        "repeated_update",
+        "share",
+        {"optimizer": "muon"},
+        None,
+        mended={"optimizer": "muon_shared"},
+        ranks=4,
+        common={"dim": 256, "layers": 2, "batch": 1, "length": 32},
+    ),
     *_habit(
         "gather-objects",
         "metrics gathered as Python objects",
@@ -538,6 +549,7 @@ TRAININGS: list[Case] = [
     _healthy("checkpoint", "activation checkpointing", checkpoint=True, layers=6),
     _healthy("parts", "embedding and head wrapped", wrap="parts", vocab=4096),
     _healthy("sgd", "SGD", optimizer="sgd"),
+    _healthy("muon", "Muon, its matrices shared out", optimizer="muon_shared", dim=256, batch=1),
     _healthy("lbfgs", "LBFGS closures", excused="all_gather_outside_fsdp", optimizer="lbfgs"),
     _healthy("mlp", "MLP", model="mlp"),
     _healthy("conv", "convolutions", model="conv"),
