@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -74,6 +74,8 @@ def run(day: Day) -> list[Outcome]:
         Job(f"{one.name}, {one.world_size} ranks", partial(_compare, day, one, space))
         for one in configurations
     ]
+    base = next(one for one in configurations if one.name == "base")
+    jobs.append(Job("kinds at the peak", partial(_compare_kinds, day, base, space)))
     workers = max(1, min(8, (os.cpu_count() or 1) // 2)) if day.machine.has_gpu else 1
     return day.perform("memory", jobs, workers=workers)
 
@@ -173,8 +175,33 @@ def _measure(day: Day, configuration: _Configuration, allocator: str) -> tuple[s
     return "expandable" if steps[-1]["expandable"] else "classic", peaks
 
 
+def _compare_kinds(
+    day: Day, configuration: _Configuration, space: _Space | None
+) -> tuple[str, dict[str, Any]]:
+    """Compare what a recording says the peak is made of with what is allocated in the estimate, by kind.
+
+    The estimate knows: it executes the same training and allocates each tensor for what it is.
+    """
+    estimated = _peak(day, configuration, "expandable")
+    with nullcontext() if space is None else space.taken(estimated["reserved_bytes"] + _BESIDE_BYTES):
+        recorded = _record(day, configuration)
+    kinds = {name: (size, estimated["categories"][name]) for name, size in recorded["categories"].items()}
+    apart = {name: abs(seen - known) / estimated["active_bytes"] for name, (seen, known) in kinds.items()}
+    worst = max(apart, key=lambda name: apart[name])
+    listed = "; ".join(f"{name} {seen} and {known}" for name, (seen, known) in kinds.items() if seen or known)
+    said = f"{worst} differs most, by {100 * apart[worst]:.2f} % of the peak (bytes: {listed})"
+    if apart[worst] > STATED_ERROR_FRAC:
+        raise Failed(said)
+    return said, {}
+
+
 def _count_storages(day: Day, configuration: _Configuration) -> dict[str, int]:
     """Return the recorder's exact count of one step's storages, and the cuBLAS workspaces a CPU lacks."""
+    return {"allocated": int(_record(day, configuration)["allocated_bytes"]) + 2 * BLAS_WORKSPACE_BYTES}
+
+
+def _record(day: Day, configuration: _Configuration) -> dict[str, Any]:
+    """Return the peak of a recorded step."""
     path = configuration.write(day.folder / "memory")
     run = day.folder / "memory" / configuration.slug
     record = [sys.executable, "-m", "fsdp2prof", "record", "-f", "-o", run, "--warmup", "0", "--active", "0"]
@@ -182,12 +209,18 @@ def _count_storages(day: Day, configuration: _Configuration) -> dict[str, int]:
     day.run(f"memory-{configuration.slug}", [*record, "--", *training], limit_s=_LIMIT_S)
     analyze = [sys.executable, "-m", "fsdp2prof", "analyze", "memory", run, "--format", "json"]
     analysis = json.loads(day.run(f"memory-{configuration.slug}-analysis", analyze, limit_s=_LIMIT_S))
-    counted = analysis["ranks"][0]["peak"]["allocated_bytes"]
-    return {"allocated": counted + 2 * BLAS_WORKSPACE_BYTES}
+    peak: dict[str, Any] = analysis["ranks"][0]["peak"]
+    return peak
 
 
 def _estimate(day: Day, configuration: _Configuration, allocator: str) -> dict[str, int]:
+    peak = _peak(day, configuration, allocator)
+    return {"reserved": peak["reserved_bytes"], "allocated": peak["active_bytes"]}
+
+
+def _peak(day: Day, configuration: _Configuration, allocator: str) -> dict[str, Any]:
     path = configuration.write(day.folder / "memory", allocator=allocator)
     command = [sys.executable, "-m", "fsdp2prof", "estimate", "memory", "--config", path, "--format", "json"]
-    peak = json.loads(day.run(f"memory-{configuration.slug}-estimate", command, limit_s=_LIMIT_S))["peak"]
-    return {"reserved": peak["reserved_bytes"], "allocated": peak["active_bytes"]}
+    out = day.run(f"memory-{configuration.slug}-estimate", command, limit_s=_LIMIT_S)
+    peak: dict[str, Any] = json.loads(out)["peak"]
+    return peak
