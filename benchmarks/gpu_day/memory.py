@@ -75,7 +75,7 @@ def run(day: Day) -> list[Outcome]:
         for one in configurations
     ]
     base = next(one for one in configurations if one.name == "base")
-    jobs.append(Job("kinds at the peak", partial(_compare_kinds, day, base, space)))
+    jobs.insert(1, Job("kinds at the peak", partial(_compare_kinds, day, base, space)))
     workers = max(1, min(8, (os.cpu_count() or 1) // 2)) if day.machine.has_gpu else 1
     return day.perform("memory", jobs, workers=workers)
 
