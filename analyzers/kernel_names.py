@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import re
 
-KINDS = ("float64", "attention_in_float32", "layout", "unaligned", "indexed", "scores", "memory", "update")
-"""Matrix products in double precision; fused attention in single precision; conversions between channels
-first and last; half-precision matrix products whose rows are not aligned to 16 bytes; gradients of a tensor
-that is indexed by a tensor; attention with its scores in memory; torch's own kernels that read and write
-whole tensors and compute almost nothing; matrix products of the optimizer."""
+KINDS = (
+    "float64",
+    "float32",
+    "attention_in_float32",
+    "layout",
+    "unaligned",
+    "indexed",
+    "scores",
+    "memory",
+    "sliced",
+    "update",
+)
+"""Matrix products in double precision; in single precision without tensor cores; fused attention in single
+precision; conversions between channels first and last; half-precision matrix products whose rows are not
+aligned to 16 bytes; gradients of a tensor that is indexed by a tensor; attention with its scores in memory;
+torch's own kernels that read and write whole tensors and compute almost nothing; gradients of parts of one
+tensor, each added as a whole one; matrix products of the optimizer."""
 
+SINGLE = re.compile(r"sgemm|simt_\w*gemm|gemm_f32f32_f32f32_f32")
+"""Names of matrix products in float32 that run beside the tensor cores (cuBLAS, CUTLASS)."""
 NAMES = {
     "float64": re.compile(r"(?:^|_)d(?:884|1688)?gemm|gemm_f64f64"),  # cuBLAS, CUTLASS
+    "float32": SINGLE,
     "attention_in_float32": re.compile(r"fmha_cutlass[FB]_f32"),  # torch's memory-efficient attention
     "layout": re.compile(r"nchwToNhwc|nhwcToNchw|^batched_transpose_\d", re.IGNORECASE),  # cuDNN, MIOpen
     "indexed": re.compile(r"\bindexing_backward_kernel"),  # torch's index_put_ with accumulate

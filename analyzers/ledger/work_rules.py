@@ -9,7 +9,7 @@ from functools import partial
 from math import prod
 
 from fsdp2prof.analyzers.findings import listed
-from fsdp2prof.analyzers.kernel_names import moves_memory
+from fsdp2prof.analyzers.kernel_names import SINGLE, moves_memory
 from fsdp2prof.analyzers.layers import named_layer
 from fsdp2prof.analyzers.ledger.book import Book, by_layer, main_layer, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
@@ -140,9 +140,11 @@ def _offload(book: Book) -> None:
     offloading = "cpu_offload" if pinned else "cpu_offload/unpinned"
     named = [one.op for one in mine if one.op is not None]
     direct = bool(named) and all(_PINNED in name for name in named)
+    in_front = sum(one.ns for one in mine if one.why == "in_front") >= _MOST * sum(one.ns for one in mine)
+    of_batches = "host_copies/in_front" if in_front else "host_copies/pinned" if direct else "host_copies"
     book.enter(
         mine,
-        offloading if offloads else "host_copies/pinned" if direct else "host_copies",
+        offloading if offloads else of_batches,
         {
             "bytes_per_step": size // book.rank_steps,
             "bytes_per_s": size * _GIGA / copying if copying else None,
@@ -206,13 +208,14 @@ def _rest(book: Book) -> None:
         book.enter(mine, named.get(cause, cause), fqn=worst_layer(mine))
 
 
-_SINGLE = re.compile(r"sgemm|simt_\w*gemm|gemm_f32f32_f32f32_f32")
-"""Names of matrix products in float32 that run beside the tensor cores (cuBLAS, CUTLASS)."""
 _MUCH, _MOST = 0.3, 0.5
-"""Part of compute from which on products without tensor cores, or memory-bound kernels, are named."""
+"""Part of compute from which on products without tensor cores are named whatever they gain, and memory-bound
+kernels are."""
 _TENSOR_CORES = 7 / 8
 """Part of such products that tensor cores save at most: TF32 is eight times as fast (A100 data sheet)."""
 _HALF = 0.5
+_NOTABLE = 1 / 3
+"""Part of memory-bound kernels in one layer from which on it is named."""
 _SAVED_BY_FLASH = 2 / 3
 """Part of attention's time that a fused kernel saves at least: it is 3 to 10 times as fast (FlashAttention-2,
 section 4.1)."""
@@ -232,6 +235,7 @@ def enter_kernels(book: Book) -> None:
     _of_kind(book, "layout", "layout_conversions", 1)
     _of_kind(book, "unaligned", "unaligned_products", _HALF)
     _of_kind(book, "indexed", "indexed_gradients", 1)
+    _of_kind(book, "sliced", "sliced_gradients", 1)
     _unfused(book)
 
 
@@ -241,12 +245,17 @@ def _computes_in_half(book: Book) -> bool:
     return not dtypes or bool(dtypes & {"bfloat16", "float16"})
 
 
-def _spent(book: Book, takes: Callable[[str], object], least: float) -> float:
-    """Return the part of compute in kernels of some names; 0 below the least that matters."""
+def _kernels(book: Book, kind: str, takes: Callable[[str], object]) -> tuple[list[Charge], float]:
+    """Take the compute in kernels of a kind and return its part of all; without events, go by their names."""
+    mine = book.take("compute", lambda one: one.why == kind)
+    if mine:
+        others = (one for _, one in book.booked if one.cause == "compute")
+        whole = sum(one.ns for one in (*mine, *book.left("compute"), *others))
+        return mine, sum(one.ns for one in mine) / max(1, whole)
     compute = [one for one in book.analysis.kernels if one.kind == "compute"]
-    whole = sum(one.total_ns for one in compute)
     spent = sum(one.total_ns for one in compute if one.name and takes(one.name))
-    return spent / whole if whole and spent >= least * whole else 0.0
+    part = spent / max(1, sum(one.total_ns for one in compute))
+    return book.take("compute", part=(round(part * 1e9), 1_000_000_000)) if part else [], part
 
 
 def _gain_ns(book: Book, mine: Iterable[Charge], saved: float) -> int:
@@ -261,10 +270,6 @@ def _gain_ns(book: Book, mine: Iterable[Charge], saved: float) -> int:
     for one in mine:
         spent[one.rank, one.step, one.phase] += one.ns
     return sum(max(0, int(saved * ns) - idle[place]) for place, ns in spent.items())
-
-
-def _take(book: Book, part: float) -> list[Charge]:
-    return book.take("compute", part=(round(part * 1e9), 1_000_000_000)) if part else []
 
 
 def _is_worth_it(book: Book, gain_ns: float) -> bool:
@@ -282,24 +287,19 @@ def _of_kind(book: Book, kind: str, key: str, saved: float) -> None:
 
 
 def _without_tensor_cores(book: Book) -> None:
-    part = _spent(book, _SINGLE.search, _MUCH)
-    gain = _gain_ns(book, book.left("compute"), part * _TENSOR_CORES)
-    mine = _take(book, part)
+    mine, part = _kernels(book, "float32", SINGLE.search)
+    gain = _gain_ns(book, mine, _TENSOR_CORES)
+    if part < _MUCH and not _is_worth_it(book, gain):
+        book.put_back(mine)
+        return
     old = any(_OLD.search(one.name or "") for one in book.analysis.kernels)
     key = "float32_without_tensor_cores"
-    spent = sum(one.ns for one in mine) / book.rank_steps
-    book.enter(mine, f"{key}/old" if old else key, {"compute_frac": part}, gain_ns=gain, spent=spent)
+    book.enter(mine, f"{key}/old" if old else key, {"compute_frac": part}, fqn=main_layer(mine), gain_ns=gain)
 
 
 def _unfused(book: Book) -> None:
     """Enter kernels that only move memory where they take most of compute, with where most of them run."""
-    mine = book.take("compute", lambda one: one.why == "memory")
-    others = (one for _, one in book.booked if one.cause == "compute")
-    whole = sum(one.ns for one in (*mine, *book.left("compute"), *others))
-    part = sum(one.ns for one in mine) / whole if whole else 0.0
-    if not mine:  # of recordings without events there are kernels by name alone
-        part = _spent(book, moves_memory, _MOST)
-        mine = _take(book, part)
+    mine, part = _kernels(book, "memory", moves_memory)
     gain = _gain_ns(book, mine, _HALF)
     if part < _MOST or not _is_worth_it(book, gain):
         book.put_back(mine)
@@ -307,10 +307,15 @@ def _unfused(book: Book) -> None:
     outside = [one for one in mine if one.fqn is None and one.phase != "optimizer"]
     beside = sum(one.ns for one in outside) >= _MOST * sum(one.ns for one in mine)
     site = book.main_site(outside) if beside else None
+    worst, there = next((one for one in by_layer(mine) if one[0] is not None), (None, 0))
+    worst = worst if there >= _NOTABLE * sum(one.ns for one in mine) else None
+    key = "memory_bound_kernels"
     book.enter(
         mine,
-        "memory_bound_kernels/loss" if beside else "memory_bound_kernels",
+        f"{key}/loss" if beside else f"{key}/root" if worst == "" else key,
         {"compute_frac": part, "site": site},
+        fqn=worst,
         gain_ns=gain,
         seen=f", at {site}" if site else "",
+        spent=book.per_step(there),
     )

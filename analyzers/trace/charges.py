@@ -33,6 +33,7 @@ from fsdp2prof.analyzers.trace.script import (
     ANOMALY,
     FIRST_KIND,
     FORWARDS,
+    IN_FRONT,
     LOOK_NS,
     OF_FSDP,
     ONE_BY_ONE,
@@ -68,6 +69,8 @@ cannot keep up leaves one after every kernel."""
 _MARGIN = 0.1
 """Part of a pause that may lie outside the range that is named for it."""
 _NAMED_PAUSES = 200
+_AT_ONCE_NS = 20_000
+"""Time within which a copy follows the one that it waited for."""
 _COUNTED = (ANOMALY, FORWARDS, ONE_BY_ONE, REBUILT)
 """Why a charge has a count without time."""
 WORKERS = "workers"
@@ -222,7 +225,9 @@ class _Charging:
         if kind == "compute":
             kinds = kinds_of_compute(tables, work)[row]
             why = np.where((why == 0) & (kinds >= 0), FIRST_KIND + kinds, why)
-        if self._untrained and kind != "memcpy":
+        if kind == "memcpy":
+            why = np.where(_in_front(tables)[mask][row], IN_FRONT, why)
+        elif self._untrained:
             why = np.where(self._trains_nothing(fqn, phase)[row], UNTRAINED, why)
         columns = (
             window,
@@ -455,6 +460,23 @@ def _between_host_and_device(tables: RankTables, mask: BoolArray) -> IntArray:
     names = tables.trace.events.name.take(tables.work.event[mask])
     copies = tables.trace.events.category.take(tables.work.event[mask]).matches(backends.is_copy)
     return (copies & ~names.matches(backends.stays_on_device)).astype(np.int64)
+
+
+def _in_front(tables: RankTables) -> BoolArray:
+    """Whether each activity is a copy for which one of another stream waits: one engine does one at a time.
+
+    The other was launched before this one ended, and follows it at once, or after more copies of its stream.
+    """
+    work = tables.work
+    copies = np.flatnonzero(_between_host_and_device(tables, np.ones(len(work), dtype=np.bool_)))
+    first, then = copies[:-1], copies[1:]
+    waits = (work.launch_ns[then] >= 0) & (work.launch_ns[then] < work.end_ns[first])
+    waits &= np.abs(work.start_ns[then] - work.end_ns[first]) < _AT_ONCE_NS
+    other = work.stream[first] != work.stream[then]
+    found = np.zeros(len(work), dtype=np.bool_)
+    for at in np.flatnonzero(waits)[::-1].tolist():
+        found[first[at]] = other[at] or found[then[at]]
+    return found
 
 
 def _layers_of_copies(

@@ -19,6 +19,8 @@ from fsdp2prof.tables import BoolArray, IntArray
 
 _AROUND = {"aten::_softmax": 1, "aten::_softmax_backward_data": 2}
 """Softmax operator -> number of matrix products on each side that belong to the same attention."""
+_SLICES = frozenset(f"autograd::engine::evaluate_function: {name}Backward0" for name in ("Slice", "Select"))
+_ADDS = frozenset({"aten::add", "aten::add_"})
 _LEAST = 64
 """Least number of queries and of keys for a softmax input to count as attention scores."""
 
@@ -33,6 +35,8 @@ def kinds_of_compute(tables: RankTables, work: WorkTable) -> IntArray:
     if len(tables.device):
         found[names.matches(moves_memory)] = KINDS.index("memory")
         found[_with_scores(tables, work)] = KINDS.index("scores")
+    found[_of_slices(tables, work)] = KINDS.index("sliced")
+    if len(tables.device):
         for kind, pattern in NAMES.items():
             found[names.matches(partial(_matches, pattern))] = KINDS.index(kind)
     found[_in_double(tables, work.event)] = KINDS.index("float64")
@@ -49,6 +53,29 @@ def _in_double(tables: RankTables, event: IntArray) -> BoolArray:
     products = events.name.take(shapes.event).matches(PRODUCTS.__contains__)
     double = shapes.types.matches(lambda types: types.startswith('["double"'))
     return intervals.among(event, shapes.event[products & double])
+
+
+def _of_slices(tables: RankTables, work: WorkTable) -> BoolArray:
+    """Whether each activity belongs to the gradient of a slice that autograd adds to that of another.
+
+    Backward of ``x[i]`` and ``x[a:b]`` fills a tensor as large as ``x``; autograd adds it in the same range.
+    """
+    events = tables.trace.events
+    nodes = np.flatnonzero(events.name.matches(_SLICES.__contains__))
+    found = np.zeros(len(work), dtype=np.bool_)
+    if not len(nodes):
+        return found
+    adds = np.flatnonzero(events.name.matches(_ADDS.__contains__))
+    for thread in intervals.distinct(events.thread[nodes]):
+        mine = nodes[events.thread[nodes] == thread]
+        mine = mine[np.argsort(events.start_ns[mine], kind="stable")]
+        ranges = events.start_ns[mine], events.end_ns[mine]
+        added = intervals.containing(*ranges, events.start_ns[adds[events.thread[adds] == thread]])
+        joins = np.isin(np.arange(len(mine)), added)
+        at = np.flatnonzero(work.thread == thread)
+        row = intervals.containing(*ranges, work.launch_ns[at])
+        found[at] = (row >= 0) & joins[row]
+    return found
 
 
 def _with_scores(tables: RankTables, work: WorkTable) -> BoolArray:

@@ -31,10 +31,12 @@ LOOK_NS = 5_000_000
 _NEAR_NS = 4 * LOOK_NS
 """Time from the nearest look beyond which it says nothing: a busy machine delays looks."""
 _LOOP, _OUTSIDE = 1, 2
-WHY = (None, "loop", "outside", "outside_loop", *KINDS, "fsdp", "untrained")
+WHY = (None, "loop", "outside", "outside_loop", *KINDS, "fsdp", "untrained", "in_front")
 """Why work took time: a loop of small operators, work outside of training, what kind of compute it is, FSDP's
-own work on the host, or backward of a unit that no optimizer updates."""
-FIRST_KIND, OF_FSDP, UNTRAINED = (WHY.index(why) for why in (KINDS[0], "fsdp", "untrained"))
+own work on the host, backward of a unit that no optimizer updates, or a copy in front of others."""
+FIRST_KIND, OF_FSDP, UNTRAINED, IN_FRONT = (
+    WHY.index(why) for why in (KINDS[0], "fsdp", "untrained", "in_front")
+)
 ANOMALY = "anomaly"
 ONE_BY_ONE = "one_by_one"
 FORWARDS = "forwards"
