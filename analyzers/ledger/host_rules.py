@@ -31,6 +31,8 @@ LINE = re.compile(r"\(\d+\): |:\d+ \(")
 _OF_FUNCTION = re.compile(r"(?:\S+\(\) in )?([^()]+):\d+ \((?!<module>)(.+)\)")
 """A line that the recorder saw in a function: the file, and the function; a script's outermost lines are one
 each."""
+_OBJECTS = re.compile(r"(?:all_gather|gather|broadcast|scatter)_object(?:_list)?\(\) in ")
+"""Lines that exchange Python objects."""
 _RUNS_AUTOGRAD = re.compile(r"Backward\d*$|^backward\(\) in ")
 """Names of autograd's nodes (``MmBackward0``, FSDP2's ``RegisterPostBackwardFunctionBackward``), and a line
 of the script that starts it."""
@@ -88,9 +90,16 @@ def _beyond(book: Book, median_ns: float) -> list[Charge]:
 
 
 def enter_new_iterators(book: Book) -> None:
-    """Enter data loaders whose iterator is made anew in every step: workers start, nothing is prefetched."""
+    """Enter data loaders whose iterator is often made anew: workers start, nothing is prefetched.
+
+    Often is in most steps; or in two at least, if nearly all waiting for batches is there.
+    """
     drawn = [one for one in book.left("data_loader") if one.why == "rebuilt"]
-    if len({(one.rank, one.step) for one in drawn}) < _OFTEN * book.rank_steps:
+    made = {(one.rank, one.step) for one in drawn}
+    steps = {step for _, step in made}
+    waited = sum(one.ns for one in book.left("data_loader") if (one.rank, one.step) in made)
+    often = len(made) >= _OFTEN * book.rank_steps
+    if not often and (len(steps) < 2 or waited < _NEARLY_ALL * book.left_ns("data_loader")):
         return
     sites = Counter(one.site for one in drawn if one.site)
     site = sites.most_common(1)[0][0] if sites else None
@@ -99,7 +108,8 @@ def enter_new_iterators(book: Book) -> None:
         mine += book.take(
             cause, lambda one: one.phase == "other" and one.site is not None and one.site == site
         )
-    book.enter(mine, "data_loader/new_iterator", {"site": site})
+    when = "every step" if often else f"{len(steps)} of {plural(len(book.traced), 'traced step')}"
+    book.enter(mine, "data_loader/new_iterator", {"site": site}, when=when)
 
 
 def enter_host(book: Book) -> None:
@@ -220,7 +230,9 @@ def _pauses(book: Book) -> None:
     if site:
         work = f"at {site}" if in_script else f"in `{site}`"
         place = work if phase == "other" else f"{work}, {where}"
-    if site and "::" in site and not in_script:
+    if site and _OBJECTS.match(site) and not alone:
+        key = "host_pause/objects"
+    elif site and "::" in site and not in_script:
         key = "host_pause/operator"
     elif not in_script and book.traced == {0}:
         key = "host_pause/first_step"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from math import prod
 
 from fsdp2prof.analyzers.findings import fill, wordings
 from fsdp2prof.analyzers.layers import in_phase
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
+from fsdp2prof.manifest import ProcessGroupInfo
 from fsdp2prof.units import dtype_bytes, plural
 from fsdp2prof.vocabulary import op_label
 
@@ -37,6 +39,8 @@ _USUAL_COUNT, _USUAL_BYTES = 2, 64 << 10
 """Collectives a step and bytes of each that every training has: a gradient norm, a mean loss."""
 _PART_OF_MODEL, _MODELS = 0.1, ("forward", "backward")
 """Part of some all-reduces' time in each of these phases, from which on they are the model's own."""
+_OF_A_MESH = "mesh_"
+"""Begins the description that a device mesh gives a process group, before the dimension's name."""
 _LAUNCH_MISSING = "its launch is not in the file"
 
 
@@ -80,7 +84,10 @@ def _unlabelled(book: Book) -> bool:
 
 
 def _other_parallelism(book: Book) -> None:
-    """Enter collectives of tensor, context, expert or pipeline parallelism."""
+    """Enter collectives of tensor, context, expert or pipeline parallelism.
+
+    Gloo's traces name no group: in such a training, collectives that layers issue are of that parallelism.
+    """
     known = {group.name: group for manifest in book.manifests for group in manifest.process_groups}
     sharding = {
         name
@@ -95,13 +102,25 @@ def _other_parallelism(book: Book) -> None:
     }
     everyone = max((len(group.ranks) for group in known.values()), default=0)
     other = {
-        name
+        name: dimension
         for name, group in known.items()
-        if name not in sharding and group.mesh_dim is not None and len(group.ranks) < everyone
+        if name not in sharding and len(group.ranks) < everyone
+        if (dimension := group.mesh_dim or _across(group, [known[one] for one in sharding if one in known]))
     }
-    mine = book.take("other_communication", lambda one: one.group in other)
-    names = sorted({str(known[one.group].mesh_dim) for one in mine if one.group in known})
-    book.enter(mine, "other_parallelism", dimensions=", ".join(names))
+    mine = book.take(
+        "other_communication",
+        lambda one: one.group in other or (bool(other) and one.group is None and one.fqn is not None),
+    )
+    used = {one.group for one in mine} & other.keys() or other.keys()
+    book.enter(mine, "other_parallelism", dimensions=", ".join(sorted({other[str(one)] for one in used})))
+
+
+def _across(group: ProcessGroupInfo, sharding: Iterable[ProcessGroupInfo]) -> str | None:
+    """Return the mesh dimension of a group that shares one rank at most with each group that FSDP uses."""
+    if not group.desc.startswith(_OF_A_MESH) or len(group.ranks) < 2:
+        return None
+    apart = all(len({*group.ranks} & {*one.ranks}) < 2 for one in sharding)
+    return group.desc.removeprefix(_OF_A_MESH) if apart else None
 
 
 def _checkpoint(book: Book) -> None:
@@ -111,17 +130,22 @@ def _checkpoint(book: Book) -> None:
         for row in book.rows("all_gather")
         if row.phase == "forward" and row.payload_bytes is not None
     )
-    gathered = sum(one.bytes for one in book.left("other_communication") if one.op == "all_gather")
+    gathered = sum(one.bytes for one in book.left("other_communication") if _gathers_tensors(one))
     if not model or gathered < _MOST_OF_MODEL * model:
         return
     beside = [one for cause in ("sync", "host_pause") for one in book.left(cause) if one.phase == "other"]
-    mine = book.take("other_communication", lambda one: one.op == "all_gather")
+    mine = book.take("other_communication", _gathers_tensors)
     if sum(one.ns for one in beside) < sum(one.ns for one in mine):
         book.put_back(mine)
         return
     for cause in ("sync", "host_pause"):
         mine += book.take(cause, lambda one: one.phase == "other")
     _enter_checkpoint(book, "checkpoint_in_step/gathered", mine)
+
+
+def _gathers_tensors(charge: Charge) -> bool:
+    """Whether a charge is an all-gather of tensors; ``all_gather_object`` gathers bytes."""
+    return charge.op == "all_gather" and charge.dtype != "uint8"
 
 
 def _kind(charge: Charge) -> str:
@@ -189,7 +213,7 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     order = sorted(phases, key=lambda phase: -phases[phase])
     where = ", ".join(order)
     said = " and ".join(in_phase(phase) for phase in order)
-    site = book.main_site(mine)
+    site = book.main_site(one for one in mine if one.phase == order[0])
     by = f" by {site}" if site else f" {said}"
     called = "barrier" if kind == "barrier" else op_label(kind)
     noun = f"{called}{'' if round(count, 2) == 1 else 's'}"

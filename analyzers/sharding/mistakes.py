@@ -48,6 +48,7 @@ def _root_only(evidence: RunEvidence) -> Iterator[Finding]:
             or len(members) > 1
             or only.fqn
             or only.shard_world_size < 2
+            or _is_gathered_once(only)
             or len(only.parameters) < _FEW_PARAMETERS
         ):
             continue
@@ -55,6 +56,11 @@ def _root_only(evidence: RunEvidence) -> Iterator[Finding]:
         severity: Severity = "high" if whole >= _LARGE_BYTES else "medium" if whole >= _TINY_BYTES else "low"
         amounts = {"gathered_bytes": whole}
         yield finding("root_only", amounts, severity=severity, fqn="", parameters=len(only.parameters))
+
+
+def _is_gathered_once(group: ParamGroupInfo) -> bool:
+    """Whether nothing changes a group that stays gathered: a frozen teacher."""
+    return group.reshard_after_forward is False and not any(one.requires_grad for one in group.parameters)
 
 
 def _large_root(evidence: RunEvidence) -> Iterator[Finding]:
