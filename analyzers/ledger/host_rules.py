@@ -16,6 +16,7 @@ from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
 from fsdp2prof.analyzers.steps import added_ns, are_unlike
 from fsdp2prof.manifest import OptimizerInfo
 from fsdp2prof.results.finding import EvidenceValue
+from fsdp2prof.units import plural
 
 _UNEVEN, _UNEVEN_ON_CPU = 2, 4
 """How many times as long as any other one rank waits for its data, from which on that rank is named: where
