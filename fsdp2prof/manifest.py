@@ -98,9 +98,7 @@ class RecordOptions(_Record):
     ] = True
     verify: Annotated[
         bool,
-        _told(
-            "Store a checksum of every shard and gradient after the first step: `check` compares replicas."
-        ),
+        _told("Compare every byte of replicas after the first step, not a sample: see `check`."),
     ] = False
     stacks: Annotated[bool, _told("Record Python stacks; slows the recorded steps.")] = False
     trial: TrialOptions | None = None
@@ -215,9 +213,10 @@ class ParameterInfo(_Record):
     optimized: bool | None = None
     """Whether an optimizer held it after the second step, one that had not stepped included; null unknown."""
     checksum: str | None = None
-    """Of this rank's shard after the first step, with ``verify``."""
+    """Of this rank's shard after the first step, with ``verify``; without it of the first 1,024 elements of
+    the largest shard of a group with replicas."""
     gradient_checksum: str | None = None
-    """Of its gradient then; null where it had none, or was not asked for."""
+    """Of its gradient then; null where it had none."""
 
 
 class ParamGroupInfo(_Record):
@@ -299,6 +298,8 @@ class RootInfo(_Record):
     """Backwards; of a root without any its forwards."""
     gradient_syncs: Index | None = None
     """Times gradients were reduced (``set_requires_gradient_sync``)."""
+    unreduced: Index | None = None
+    """Backwards after the last of those: their gradients wait for another step."""
     all_reduces: Index | None = None
     """Those of them that went on over the replicas (``set_requires_all_reduce``)."""
     reshards: Index | None = None

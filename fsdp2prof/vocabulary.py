@@ -142,6 +142,7 @@ REMEDIES = {
     "less_prefetch": Word("less prefetch"),
     "reduced_gradients": Word("gradients reduced in every micro-batch"),
     "wider_sharding": Word("wider sharding"),
+    "no_grad": Word("forward under no_grad"),
     "expandable_segments": Word("expandable segments"),
     "cpu_offload": Word("CPU offload"),
     "low_precision_states": Word("low-precision states"),

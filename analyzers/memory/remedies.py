@@ -19,6 +19,8 @@ _CAST = re.compile(r"aten::(?:_to_copy|to_dtype|to_device|to\b|float)")
 _NUMBERED = re.compile(r"(.*?)\d+$")
 _CHECKPOINTED = 2
 """Activations that a checkpointed block holds at most."""
+_KEPT = 3
+"""Allocations of a layer from which on they are a graph's: outputs and skip connections are fewer."""
 _LITTLE = 0.01
 """Part of what is allocated up to which a saving is not worth naming, unless it is enough."""
 _CHUNKS = 8
@@ -102,6 +104,7 @@ def remedies_at(
     recomputed = _recomputable(view, live, loss)
     unused = _unused(view, order)
     savings = {
+        "no_grad": _kept_without_backward(live, fqn),
         "chunked_loss": loss_bytes * (_CHUNKS - 1) // _CHUNKS,
         "low_precision_logits": _size(live, casts),
         "activation_checkpointing": recomputed[1],
@@ -124,6 +127,14 @@ def remedies_at(
     ]
     little = _LITTLE * int(view.totals[order])
     return [remedy for remedy in found if remedy.enough or remedy.saves_bytes > little]
+
+
+def _kept_without_backward(live: AllocationTable, fqn: str | None) -> int:
+    """Bytes that layers of a forward keep for a backward that never comes: each several, past its own end."""
+    kept = live.category.equals("temporary") & live.phase.equals("forward") & (live.free_order < NEVER)
+    kept &= live.fqn.matches(lambda name: not is_root(name) and name != fqn)
+    layers, count = np.unique(live.fqn.codes[kept], return_counts=True)
+    return _size(live, kept & np.isin(live.fqn.codes, layers[count >= _KEPT]))
 
 
 def _enough(most: int, least: int, missing: int | None) -> bool | None:

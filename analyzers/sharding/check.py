@@ -186,9 +186,12 @@ def _replicas(evidence: RunEvidence) -> Outcome:
     if not any(group.first.replicate_world_size > 1 for group in evidence.groups):
         return ok("replicas", 0, "no shard is replicated")
     if not checked:
-        return unknown("replicas", "unknown: record with --verify to compare checksums of replicas")
+        return unknown("replicas", "unknown: the recording has no checksums of replicas")
     if not wrong:
-        return ok("replicas", checked, "replicas hold the same values and gradients after the first step")
+        parameters = [one for group in evidence.groups for one in group.first.parameters]
+        sampled = any(one.checksum is None for one in parameters)
+        said = "replicas hold the same values and gradients after the first step"
+        return ok("replicas", checked, f"{said}; a sample, --verify compares all" if sampled else said)
     what = "gradients" if wrong["gradients"] else "values"
     key = "replicas_differ/gradients" if wrong["gradients"] else "replicas_differ"
     found = finding(key, {"parameters": len(wrong[what])}, wrong=wrong[what])

@@ -117,12 +117,16 @@ def _forgotten_blocks(evidence: RunEvidence) -> Iterator[Finding]:
 
 
 def _not_reduced(evidence: RunEvidence) -> Iterator[Finding]:
-    """Find trained roots whose gradients were reduced in none of the captured steps."""
+    """Find trained roots whose gradients were reduced in no captured step, or before the last backward."""
     trained = {group.root for group in evidence.first.param_groups if group.requires_grad}
     for one in evidence.first.roots:
-        if one.root not in trained or not one.reshards or one.gradient_syncs != 0:
+        if one.root not in trained or not one.reshards:
             continue
-        yield finding("gradients_never_reduced", {"root": one.root}, backwards=one.reshards)
+        if one.gradient_syncs == 0:
+            yield finding("gradients_never_reduced", {"root": one.root}, backwards=one.reshards)
+        elif one.gradient_syncs and one.unreduced:
+            evidence_of = {"root": one.root, "unreduced": one.unreduced}
+            yield finding("gradients_reduced_too_early", evidence_of, backwards=one.micro_batches)
 
 
 def _shards_of_one(evidence: RunEvidence) -> Iterator[Finding]:

@@ -117,7 +117,7 @@ class Remedy:
 
     action: str
     """``activation_checkpointing``, ``smaller_batch``, ``chunked_loss``, ``low_precision_logits``,
-    ``reshard_after_forward``, ``less_prefetch``, ``reduced_gradients``, ``wider_sharding`` or
+    ``reshard_after_forward``, ``less_prefetch``, ``reduced_gradients``, ``wider_sharding``, ``no_grad`` or
     ``expandable_segments``; of an estimate also ``cpu_offload``, ``low_precision_states`` and
     ``fused_optimizer``."""
     saves_bytes: int

@@ -82,10 +82,11 @@ def pipelined(model: Any) -> None:
     root._root_post_backward_final_callback()
 
 
-def root_info(*counts: int | None) -> RootInfo:
+def root_info(*counts: int | None, unreduced: int | None = 0) -> RootInfo:
     """Micro-batches, gradient syncs, all-reduces and reshards of the only root."""
     names = ("micro_batches", "gradient_syncs", "all_reduces", "reshards")
-    return RootInfo(root=0, method_forwards=0, evaluations=0, **dict(zip(names, counts, strict=True)))
+    told = {"unreduced": unreduced, "method_forwards": 0, "evaluations": 0}
+    return RootInfo(root=0, **told, **dict(zip(names, counts, strict=True)))
 
 
 def recorded(*steps: Step, reshard: bool = True) -> tuple[RankManifest, Counter[tuple[str, int]]]:

@@ -33,7 +33,7 @@ US = 1.0
         ("void cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_128x128_tn_align1>(P)", "unaligned"),
         ("void cutlass::Kernel2<cutlass_80_tensorop_f16_s16816gemm_f16_64x64_nt_align2>(P)", "unaligned"),
         ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_64x64_nt_align8>(P)", None),
-        ("cutlass_80_simt_sgemm_128x128_8x5_nn_align1", None),
+        ("cutlass_80_simt_sgemm_128x128_8x5_nn_align1", "float32"),
         ("void cutlass::Kernel2<cutlass_80_tensorop_d884gemm_32x32_16x5_tn_align1>(P)", "float64"),
         ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", None),
     ],

@@ -220,6 +220,18 @@ def test_gradients_that_no_backward_reduces_are_named(syncs: int | None, reshard
     assert ("gradients_never_reduced" in {one.id for one in told}) is named
 
 
+@pytest.mark.parametrize(
+    ("syncs", "unreduced", "named"), [(1, 1, True), (1, 0, False), (0, 2, False), (1, None, False)]
+)
+def test_gradients_that_an_earlier_backward_reduces_are_named(
+    syncs: int, unreduced: int | None, named: bool
+) -> None:
+    roots = [RootInfo(root=0, micro_batches=4, gradient_syncs=syncs, unreduced=unreduced, reshards=4)]
+    manifest = RankManifest(param_groups=[alone(0)], roots=roots)
+    told = find_mistakes(RunEvidence(RunInfo(world_size=1), {0: manifest}))
+    assert ("gradients_reduced_too_early" in {one.id for one in told}) is named
+
+
 def test_a_run_that_crashed_in_its_first_forward_names_the_error() -> None:
     evidence = RunEvidence(RunInfo(world_size=1), {0: RankManifest(error="AttributeError: no bias")})
     (found,) = check_structure(evidence)[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections.abc import Collection, Iterable, Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ _SMALLEST_BUFFER = 1 << 20
 """Bytes of a buffer that are worth a line."""
 _PIECE = 1 << 26
 """Bytes hashed at a time: what a shard on a GPU takes on the host meanwhile."""
+_SAMPLE = 1 << 10
+"""Elements hashed of a sample."""
 
 
 def add_ownership(
@@ -43,13 +46,21 @@ def add_ownership(
         told.optimized = id(parameter) in held if optimizers else None
 
 
-def add_checksums(groups: Iterable[ParamGroupInfo], roots: Iterable[Root]) -> None:
-    """Add the checksum of every shard and of its gradient to what was described of them."""
+def add_checksums(groups: Iterable[ParamGroupInfo], roots: Iterable[Root], *, all_bytes: bool) -> None:
+    """Add the checksum of every shard and of its gradient to what was described of them.
+
+    Without ``all_bytes`` those of the first bytes of the largest shard of each replicated group: other seeds
+    and gradients that are not reduced show there.
+    """
     for info, group in zip(groups, _groups(roots), strict=True):
-        for told, parameter in zip(info.parameters, group.fsdp_params, strict=True):
-            told.checksum = _checksum(parameter.sharded_param)
+        pairs = list(zip(info.parameters, group.fsdp_params, strict=True))
+        if not all_bytes:
+            largest = max(pairs, key=lambda pair: prod(pair[0].local_shape), default=None)
+            pairs = [largest] if largest is not None and info.replicate_world_size > 1 else []
+        for told, parameter in pairs:
+            told.checksum = _checksum(parameter.sharded_param, all_bytes=all_bytes)
             gradient = parameter.sharded_param.grad
-            told.gradient_checksum = None if gradient is None else _checksum(gradient)
+            told.gradient_checksum = None if gradient is None else _checksum(gradient, all_bytes=all_bytes)
 
 
 def keep_told(groups: Iterable[ParamGroupInfo], before: Iterable[ParamGroupInfo]) -> None:
@@ -141,9 +152,10 @@ def _unsharded(kind: str, name: str, tensor: torch.Tensor, root: int) -> Unshard
     )
 
 
-def _checksum(tensor: torch.Tensor) -> str:
-    """Hash of the bytes of this rank's part, by value: padding and strides left out."""
-    flat = _local(tensor).detach().contiguous().view(-1).view(torch.uint8)
+def _checksum(tensor: torch.Tensor, *, all_bytes: bool) -> str:
+    """Hash of the bytes of this rank's part, or of its first, by value: padding and strides left out."""
+    local = _local(tensor).detach()
+    flat = (local.contiguous().view(-1) if all_bytes else local.flatten()[:_SAMPLE]).view(torch.uint8)
     digest = hashlib.blake2b(digest_size=8)
     for start in range(0, flat.numel(), _PIECE):
         digest.update(flat[start : start + _PIECE].cpu().numpy().data)

@@ -74,6 +74,8 @@ class StepCounts:
     backwards: int = 0
     """Whatever forwards each follows."""
     gradient_syncs: int | None = 0
+    unreduced: int = 0
+    """Backwards since the last one that reduced gradients."""
     all_reduces: int | None = 0
     reshards: int | None = 0
 
@@ -93,12 +95,14 @@ class StepCounts:
         A pipeline stage reduces once behind the backwards of all its micro-batches, by a call of FSDP's last
         hook that no backward makes: that does not count as another micro-batch.
         """
-        self.backwards += torch._C._current_graph_task_id() != -1
+        in_backward = torch._C._current_graph_task_id() != -1
+        self.backwards += in_backward
         trained = [
             group for group in groups if any(one.sharded_param.requires_grad for one in group.fsdp_params)
         ]
         reduces = [group.reduce_grads for group in trained]
         self.gradient_syncs = _more(self.gradient_syncs, reduces)
+        self.unreduced = 0 if any(reduces) else self.unreduced + (in_backward and bool(trained))
         self.all_reduces = _more(
             self.all_reduces, [group.reduce_grads and group.all_reduce_grads for group in trained]
         )
@@ -147,7 +151,15 @@ class RootSteps:
             info.counts_vary = any(counts[name] is None for name in _OF_COLLECTIVES)
 
 
-_NAMES = ("micro_batches", "gradient_syncs", "all_reduces", "reshards", "method_forwards", "evaluations")
+_NAMES = (
+    "micro_batches",
+    "gradient_syncs",
+    "unreduced",
+    "all_reduces",
+    "reshards",
+    "method_forwards",
+    "evaluations",
+)
 """Of :class:`StepCounts` and of :class:`RootInfo`."""
 _GROUP_NAMES = tuple(one.name for one in fields(GroupCounts))
 """Of :class:`GroupCounts` and of :class:`ParamGroupInfo`."""

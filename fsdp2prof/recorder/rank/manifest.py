@@ -115,10 +115,10 @@ class ManifestFile:
 
     @unseen_by_modes()
     def describe_first(self) -> None:
-        """As :meth:`describe`, with checksums if asked for: after the first step, on all ranks alike."""
+        """As :meth:`describe`, with checksums of replicas: after the first step, on all ranks alike."""
         self.describe()
-        if self._verify:
-            ownership.add_checksums(self.manifest.param_groups, self._roots)
+        if self.manifest.rehearsal is None:
+            ownership.add_checksums(self.manifest.param_groups, self._roots, all_bytes=self._verify)
             self.write()
 
     def describe_settled(self) -> None:

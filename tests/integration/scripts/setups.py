@@ -195,6 +195,20 @@ def no_sync_left_on() -> Made:
     return loss, optimizers
 
 
+def sync_too_early() -> Made:
+    """Mistake: the first of two micro-batches reduces gradients, the last does not."""
+    model: Any = Tower()
+    loss, optimizers = sharded(model)
+
+    def accumulated() -> torch.Tensor:
+        model.set_requires_gradient_sync(True)
+        torch.autograd.backward(loss())
+        model.set_requires_gradient_sync(False)
+        return loss()
+
+    return accumulated, optimizers
+
+
 def large_root() -> Made:
     """Mistake: an embedding and a head that outweigh the blocks are left in the root."""
     model: Any = Tower()
@@ -235,6 +249,7 @@ WAYS = {
         head_in_no_optimizer,
         optimizer_of_copies,
         no_sync_left_on,
+        sync_too_early,
         large_root,
         sharded_over_one,
         context_forgotten,
