@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp2prof.recorder.rank.stepping import TrainingSteps
+from fsdp2prof.recorder.rank.stepping import TrainingSteps, UnseenUpdates
 
 
 def play(events):
@@ -44,3 +45,19 @@ def test_steps(events, expected):
 def test_there_are_as_many_steps_as_turns_from_forward_to_update(events):
     collapsed = "".join("u" if event in "SB" else event for event in events)
     assert len(play(events)) == collapsed.count("Fu")
+
+
+def test_updates_without_an_optimizer_are_seen() -> None:
+    """In place, or by gradients that are gone; not of the first forward, nor between micro-batches."""
+    updates, parameter = UnseenUpdates(), torch.zeros(3, requires_grad=True)
+    assert not updates.since_last_forward(parameter, reduced=False)
+    parameter.grad = torch.ones(3)
+    assert not updates.since_last_forward(parameter, reduced=True)
+    with torch.no_grad():
+        parameter.sub_(1)
+    assert updates.since_last_forward(parameter, reduced=True)
+    parameter.grad = None
+    assert updates.since_last_forward(parameter, reduced=False)
+    assert not updates.since_last_forward(parameter, reduced=False)
+    assert updates.since_last_forward(parameter, reduced=True)
+    assert not updates.since_last_forward(torch.zeros(3, requires_grad=True), reduced=True)

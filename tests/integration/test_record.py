@@ -371,8 +371,15 @@ def test_another_wrapper_is_named(tmp_path, wrapper, name):
     assert expected in done.stderr.splitlines()
 
 
-def test_a_loop_without_an_optimizer_is_pointed_to_the_recorder(tmp_path):
-    done = record(tmp_path / "run", sys.executable, SCRIPTS / "no_optimizer.py", env=one_rank())
+def test_updates_in_place_end_the_steps_of_a_loop_without_an_optimizer(tmp_path):
+    done = record(tmp_path / "run", sys.executable, SCRIPTS / "no_optimizer.py", "in_place", env=one_rank())
+    assert done.returncode == 0, done.stderr
+    manifest = manifest_of(open_run(tmp_path / "run").ranks[0])
+    assert (manifest.state, manifest.micro_batches, len(manifest.steps)) == ("complete", 2, 11)
+
+
+def test_a_loop_whose_updates_leave_no_mark_is_pointed_to_the_recorder(tmp_path):
+    done = record(tmp_path / "run", sys.executable, SCRIPTS / "no_optimizer.py", "data", env=one_rank())
     assert done.returncode == 0, done.stderr
     (message,) = (line for line in done.stderr.splitlines() if line.startswith("fsdp2prof: "))
     assert message.startswith("fsdp2prof: rank 0: nothing was recorded: no optimizer stepped after a forward")

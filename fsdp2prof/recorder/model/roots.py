@@ -89,6 +89,12 @@ class Root:
         """The module, or None once the training has dropped it."""
         return self._module()
 
+    def trained_parameter(self) -> torch.Tensor | None:
+        """Return one of its sharded parameters that has gradients; None before its first forward."""
+        groups = (group for state in self.states for group in param_groups(state))
+        trained = (one.sharded_param for group in groups for one in group.fsdp_params)
+        return next((one for one in trained if one.requires_grad), None)
+
     @property
     def label(self) -> str:
         """Name of the range around its forward and its backward hooks."""

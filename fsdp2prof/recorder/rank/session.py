@@ -20,7 +20,7 @@ from fsdp2prof.recorder.model.roots import Roots
 from fsdp2prof.recorder.rank.captures import Captures
 from fsdp2prof.recorder.rank.manifest import ManifestFile
 from fsdp2prof.recorder.rank.recordings import Recordings, Summaries
-from fsdp2prof.recorder.rank.stepping import OptimizerWatch, TrainingSteps
+from fsdp2prof.recorder.rank.stepping import OptimizerWatch, TrainingSteps, UnseenUpdates
 from fsdp2prof.recorder.rank.training_profilers import training_profilers
 from fsdp2prof.recorder.rank.trials import Trials
 from fsdp2prof.recorder.rank.watching import StepLines
@@ -74,6 +74,7 @@ class RankSession:
         self._oom: OomDump | None = None
         self._trials: Trials | None = None
         self._steps = TrainingSteps(self.step)
+        self._updates = UnseenUpdates()
         self._watch = OptimizerWatch(self._optimizer_stepped)
         self._roots = Roots(self._forward)
         self._file = ManifestFile(settings, identity, self._roots, self._watch)
@@ -307,6 +308,8 @@ class RankSession:
     def _forward(self) -> None:
         if not self._alive():
             return
+        if self._automatic and not self._watch.optimizers:
+            guard.run("recording", self._end_own_update)
         if self._automatic and self._step_start_ns < 0:
             self.begin_first_step()
         guard.run("captures", self._captures.give_way)
@@ -317,6 +320,14 @@ class RankSession:
             self._steps.forward()
         if self._trials is not None:
             guard.run("trial", self._trials.forward)
+
+    def _end_own_update(self) -> None:
+        for root in self._roots:
+            if (trained := root.trained_parameter()) is not None:
+                reduced = bool(root.counts.gradient_syncs)
+                if self._updates.since_last_forward(trained, reduced=reduced):
+                    self._steps.optimizer_stepped(in_backward=False)
+                return
 
     def _optimizer_stepped(self, in_backward: bool) -> None:
         if self._automatic and self._alive():

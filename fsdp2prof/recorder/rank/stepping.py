@@ -28,6 +28,8 @@ class TrainingSteps:
     - a step that a ``GradScaler`` skips is one too: what counts is the return of ``scaler.step(optimizer)``;
     - optimizers that step inside the backward pass, one per parameter, make one training step per backward
       after a forward. It ends where the next forward begins, since the pass goes on after the first of them;
+    - where no optimizer of torch's ever steps, a step ends at the first forward after the script has updated
+      the parameters itself;
     - models updated in turns (forward, backward, step for one, then for the other) make a training step each;
     - an optimizer that calls its forward itself (a closure) makes one training step.
     """
@@ -56,6 +58,29 @@ class TrainingSteps:
         if self._state == "stepped_in_backward":
             self._state = "idle"
             self._on_end()
+
+
+class UnseenUpdates:
+    """Tells, where no optimizer of torch's steps, that the script has updated the parameters itself.
+
+    Updates in place count, of the parameter or of its local shard. Through ``.data``, or while operators are
+    counted, they leave no mark but gradients that are gone.
+    """
+
+    def __init__(self) -> None:
+        self._before: tuple[ReferenceType[torch.Tensor], int, bool] | None = None
+
+    def since_last_forward(self, parameter: torch.Tensor, *, reduced: bool) -> bool:
+        """Whether a trained sharded parameter was updated between the forward that begins and the last.
+
+        ``reduced`` says that a backward of this step is known to have reduced its gradient.
+        """
+        local = getattr(parameter, "_local_tensor", parameter)
+        version, has_gradient = parameter._version + local._version, parameter.grad is not None
+        before, self._before = self._before, (ref(parameter), version, has_gradient)
+        if before is None or before[0]() is not parameter:
+            return False
+        return version != before[1] or ((before[2] or reduced) and not has_gradient)
 
 
 class OptimizerWatch:
