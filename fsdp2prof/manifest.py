@@ -141,7 +141,7 @@ class RunInfo(_Record):
 
 
 class RecordingInfo(_Record):
-    """``recording.json``: one of several recordings of a run, as its first rank announced it."""
+    """``recording.json``: one of several recordings of a run, as its first rank planned it."""
 
     schema: str = RECORDING_SCHEMA
     number: Index = 0
@@ -150,6 +150,7 @@ class RecordingInfo(_Record):
     reason: str = ""
     """Why it was made, for a person."""
     announced_at_step: int = 0
+    """The step with which it was decided on; 0 for a recording on schedule."""
     attempt: int = 0
     """How often torchrun had restarted the ranks."""
 

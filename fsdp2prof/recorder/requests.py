@@ -1,7 +1,7 @@
-"""Requests and announcements of recordings, requests of summaries, in files of the run directory.
+"""Requests and plans of recordings, requests of summaries, in files of the run directory.
 
-A request asks a running job for a recording, and its first rank takes the file away. That rank announces
-every recording by its number, and all ranks read the announcements.
+A request asks a running job for a recording, and its first rank takes the file away. That rank writes the
+plan of every recording.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def take_summary_requests(run: Path, requests: Path) -> list[Path]:
 
 
 def ask_and_wait(run: Path, seconds: float) -> RecordingInfo | None:
-    """Ask a running job for a recording and wait until its first rank announces one; None if it does not.
+    """Ask a running job for a recording and wait until its first rank plans one; None if it does not.
 
     Raises ``RunDirectoryError`` for a run that is over or was not told to listen.
     """
@@ -86,15 +86,15 @@ def ask_and_wait(run: Path, seconds: float) -> RecordingInfo | None:
     return None
 
 
-def announce(run: Path, plan: RecordingInfo) -> None:
-    """Tell all ranks of a recording."""
+def write_plan(run: Path, plan: RecordingInfo) -> None:
+    """Write the plan of a recording, for whoever reads the run."""
     folder = run / recording_folder(plan.number)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / RECORDING_FILE, plan)
 
 
 def read_plan(run: Path, number: int) -> RecordingInfo | None:
-    """Return the announcement of a recording; None where there is none yet."""
+    """Return the plan of a recording; None where there is none yet."""
     try:
         text = (run / recording_folder(number) / RECORDING_FILE).read_bytes()
     except OSError:

@@ -102,9 +102,9 @@ def _validate_repetition(options: RecordOptions) -> None:
                 "--max-size would have no effect on one recording; it goes with --every, --on-slow, "
                 "--on-demand or --signal"
             )
-    captured = options.active + (options.memory_steps if options.memory else 0) + warmup_of(options)
-    if options.every is not None and options.every < captured:
-        raise UsageError(f"--every {options.every}: a recording takes {captured} steps; record less often")
+    length = length_of(options)
+    if options.every is not None and options.every < length:
+        raise UsageError(f"--every {options.every}: a recording takes {length} steps; record less often")
 
 
 def warmup_of(options: RecordOptions) -> int:
@@ -114,13 +114,18 @@ def warmup_of(options: RecordOptions) -> int:
     return options.warmup + (0 if options.max_trace_size is None else MEASURED_STEPS)
 
 
+def length_of(options: RecordOptions) -> int:
+    """Return the number of steps of a recording, warm-up included."""
+    return warmup_of(options) + options.active + (options.memory_steps if options.memory else 0)
+
+
 def records_again(options: RecordOptions) -> bool:
     """Whether a run may have several recordings."""
     return bool(options.every or options.on_slow or options.on_demand or options.signal or options.trial)
 
 
 def leader(ranks: str, world_size: int) -> int:
-    """Return the lowest selected rank: the one that decides when all of them record."""
+    """Return the lowest selected rank: the one that decides on recordings that are not on schedule."""
     return next((rank for rank in range(world_size) if is_selected(ranks, rank, world_size)), 0)
 
 

@@ -1,4 +1,4 @@
-"""When a run with several recordings records, on one rank or two that share a run directory."""
+"""When a run with several recordings records, on one rank or two that share a store and a run directory."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from support.present import manifest_of
 
 from fsdp2prof.errors import RunDirectoryError, UsageError
 from fsdp2prof.files import write_json
 from fsdp2prof.manifest import RankManifest, RecordOptions, RunInfo, StepInfo
-from fsdp2prof.readers.run.directory import open_run
+from fsdp2prof.readers.run.directory import open_rank, open_run
 from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.model.roots import Roots
 from fsdp2prof.recorder.rank.manifest import ManifestFile
 from fsdp2prof.recorder.rank.recordings import Recordings
 from fsdp2prof.recorder.rank.stepping import OptimizerWatch
+from fsdp2prof.recorder.rank.training_profilers import training_profilers
 from fsdp2prof.recorder.requests import ask_and_wait, read_plan, request_recording, take_request
 from fsdp2prof.recorder.settings import Settings, leader, validate
 from fsdp2prof.run_directory import recording_folder, recording_number
@@ -38,8 +40,8 @@ class Rank:
         self.begin()
 
     def begin(self) -> None:
-        self.recordings.next_step(self.step)
         self.recordings.current.advance(self.step)
+        self.recordings.next_step(self.step)
 
     def run(self, steps: int, seconds: float = 1.0) -> None:
         for _ in range(steps):
@@ -62,20 +64,90 @@ def test_every_so_many_steps_from_the_first_on(tmp_path):
     assert rank.file.manifest.recordings == [1, 2, 3]
 
 
-def test_ranks_hear_of_it_through_the_store_where_the_disk_is_late(tmp_path, monkeypatch):
-    """The follower's view of the disk never shows the leader's file."""
-    store = dist.HashStore()
+@pytest.fixture
+def store(monkeypatch):
+    """Of the process groups, as if this process were a rank of several."""
+    shared = dist.HashStore()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    ranks = [Rank(tmp_path / str(rank), rank, at_step=10, every=20) for rank in range(2)]
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: shared)
+    return shared
+
+
+@pytest.mark.usefixtures("store")
+def test_ranks_hear_of_it_through_the_store_where_the_disk_is_late(tmp_path):
+    """The follower's view of the disk never shows the leader's file."""
+    ranks = [Rank(tmp_path / str(rank), rank, on_demand=True) for rank in range(2)]
+    (tmp_path / "0").mkdir()
+    request_recording(tmp_path / "0", "test")
     for _ in range(15):
         for rank in ranks:
             rank.run(1)
     assert [rank.file.manifest.recordings for rank in ranks] == [[1], [1]]
-    assert plans(tmp_path / "0") == [(1, 10)]
+    assert [number for number, _ in plans(tmp_path / "0")] == [1]
     assert plans(tmp_path / "1") == []
     assert [rank.file.manifest.messages for rank in ranks] == [[], []]
+
+
+@pytest.mark.usefixtures("store")
+@pytest.mark.parametrize("every", [3, 5, 10])
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_is_on_schedule_needs_no_announcement(tmp_path, every, first):
+    """One rank runs to its end before the other begins, whichever of them leads."""
+    ranks = [Rank(tmp_path, rank, at_step=1, every=every) for rank in (first, 1 - first)]
+    for rank in ranks:
+        rank.run(30)
+    assert [rank.file.manifest.messages for rank in ranks] == [[], []]
+    assert ranks[0].file.manifest.recordings == ranks[1].file.manifest.recordings
+    assert plans(tmp_path) == [(1 + n, 1 + every * n) for n in range(1 + 30 // every)]
+
+
+def test_recordings_follow_each_other_without_a_step_between(tmp_path):
+    rank = Rank(tmp_path, at_step=1, every=3)
+    seen = ""
+    for _ in range(9):
+        seen += rank.recordings.current._schedule.kind(rank.step)[0]
+        rank.run(1)
+    assert seen == "wttwttwtt"
+
+
+@pytest.mark.parametrize(("at_step", "steps"), [(100, [(1, 16)]), (18, [(1, 18)])])
+def test_a_request_leaves_the_schedule_as_it_is(tmp_path, at_step, steps):
+    """It gets a recording of its own if there is time for one before the next, which serves it otherwise."""
+    rank = Rank(tmp_path, at_step=at_step, on_demand=True)
+    rank.run(11)
+    request_recording(tmp_path, "test")
+    rank.run(9)
+    assert plans(tmp_path) == steps
+    assert take_request(tmp_path) is None
+
+
+@pytest.mark.usefixtures("store")
+def test_a_rank_far_ahead_says_which_recordings_its_own_are(tmp_path):
+    leads, ahead = (Rank(tmp_path, rank, at_step=40, every=20, on_demand=True) for rank in (0, 1))
+    ahead.run(45)
+    request_recording(tmp_path, "test")
+    leads.run(70)
+    ahead.run(25)
+    assert leads.file.manifest.recordings == [1, 2, 3]
+    assert ahead.file.manifest.recordings == [1, 3]
+    assert ahead.file.manifest.messages == [
+        "recording 1 was due at step 5; this rank learned of it at step 46 and is left out",
+        "recording 1 of this rank is recording 2 of the others",
+    ]
+
+
+def test_a_recording_on_schedule_ends_one_that_is_late(tmp_path, monkeypatch):
+    """The training's own profiler is in its way until another one is due."""
+    monkeypatch.setattr(training_profilers, "active", True)
+    rank = Rank(tmp_path, at_step=5, every=5)
+    for _ in range(10):
+        rank.run(1)
+        rank.recordings.current.begin_step()
+    folders = [tmp_path / recording_folder(number) / "rank-00000" for number in (1, 2)]
+    manifests = [manifest_of(open_rank(folder).ranks[0]) for folder in folders]
+    assert [one.state for one in manifests] == ["partial", "running"]
+    assert manifests[0].messages[-1] == "ended early; complete: 0 of 2 traced steps"
 
 
 def test_without_a_schedule_the_first_steps_are_not_recorded(tmp_path):
@@ -97,6 +169,7 @@ def test_a_slow_step_is_followed_by_a_recording(tmp_path):
     assert plan.reason == "step 21 took 1.60 times as long as the median before it"
 
 
+@pytest.mark.usefixtures("store")
 def test_every_rank_records_the_same_steps_or_none(tmp_path):
     leads, follows, late = (Rank(tmp_path, rank, on_demand=True) for rank in (0, 1, 1))
     leads.run(3)
@@ -104,7 +177,8 @@ def test_every_rank_records_the_same_steps_or_none(tmp_path):
     request_recording(tmp_path, "test")
     leads.run(1)
     ((_, first),) = plans(tmp_path)
-    follows.run(1)
+    for rank in (leads, follows):
+        rank.run(first - 1 - rank.step)
     assert follows.file.manifest.recordings == [1]
     assert all("t" in kinds(rank, first) for rank in (leads, follows))
     late.step = first
@@ -122,10 +196,10 @@ def kinds(rank: Rank, step: int) -> str:
 def test_a_request_waits_while_a_recording_runs(tmp_path):
     rank = Rank(tmp_path, at_step=1, every=1000, on_demand=True)
     request_recording(tmp_path, "test")
-    rank.run(3)
+    rank.run(2)
     assert plans(tmp_path) == [(1, 1)]
     rank.run(1)
-    assert len(plans(tmp_path)) == 2
+    assert plans(tmp_path) == [(1, 1), (2, 7)]  # three steps ahead, and the warm-up
     assert take_request(tmp_path) is None
 
 

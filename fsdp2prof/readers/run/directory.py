@@ -151,7 +151,7 @@ def _records(root: Path, info: RunInfo) -> tuple[RankRecord, ...]:
 def _recordings(root: Path) -> tuple[int, ...]:
     """Numbers of the recordings of which a rank kept something; where there are none, those that began.
 
-    The last one may have been announced and not begun when the training ended.
+    The last one may have only warmed up when the training ended.
     """
     folders = [(recording_number(folder.name), folder) for folder in root.glob("recording-*/")]
     began = sorted(n for n, folder in folders if n is not None and any(folder.glob("rank-*/")))

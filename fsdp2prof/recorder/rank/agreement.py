@@ -1,8 +1,9 @@
 """Agreements of ranks, through the store that their process groups met at.
 
 Ranks that run different FSDP2 settings wait for collectives that never come, so no rank changes a setting
-before all have said that they can. Ranks that record different steps cannot be compared, so all of them see
-an announcement at once; files on a shared disk may come late: NFS keeps for 30 s that a file is not there.
+before all have said that they can. Ranks that record different steps cannot be compared, so what one of them
+decides reaches all others at once; files on a shared disk may come late: NFS keeps for 30 s that a file is
+not there.
 """
 
 from __future__ import annotations
@@ -11,14 +12,12 @@ import os
 import zlib
 from collections.abc import Collection, Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import torch.distributed as dist
 
 from fsdp2prof.manifest import RecordingInfo, RecordOptions
-from fsdp2prof.recorder.requests import announce, read_plan
 from fsdp2prof.recorder.settings import is_selected
 from fsdp2prof.units import parse_bytes
 
@@ -29,33 +28,35 @@ _SHARE = 4
 _STAYS, _STAYS_WITH = "stays", "stays_with"
 
 
+Announcement: TypeAlias = RecordingInfo | int
+"""A recording that is not on schedule, or the first step with which no recording begins any more."""
+
+
 class Announcements:
-    """Of recordings, by number: in the store, and in files, which stay and serve where there is no store."""
+    """What the leader decides on recordings, in order, for all ranks. Nothing here waits."""
 
-    def __init__(self, run: Path, attempt: int) -> None:
-        self._run = run
-        self._name = f"fsdp2prof/recordings/{attempt}"
-        self._cached: Any = None
+    def __init__(self, attempt: int) -> None:
+        name = f"fsdp2prof/recordings/{attempt}"
+        self._store = _store_of_groups(name) or dist.PrefixStore(name, dist.HashStore())  # one rank
+        self._announced = self._read = 0
 
-    def announce(self, plan: RecordingInfo) -> None:
-        """Tell all ranks of a recording."""
-        announce(self._run, plan)
-        if (store := self._store()) is not None:
-            store.set(str(plan.number), msgspec.json.encode(plan))
+    def announce(self, what: Announcement) -> None:
+        """Tell all ranks, this one too; only the leader does."""
+        self._store.set(str(self._announced), msgspec.json.encode(what).decode())
+        self._announced += 1
 
-    def read(self, number: int) -> RecordingInfo | None:
-        """Return the announcement of a recording; None where there is none yet. Does not wait."""
-        store = self._store()
-        if store is None:
-            return read_plan(self._run, number)
-        if not store.check([str(number)]):
+    def read(self) -> Announcement | None:
+        """Return the next announcement that this rank has not read; None where there is none yet."""
+        key = str(self._read)
+        if not self._store.check([key]):
             return None
-        return msgspec.json.decode(store.get(str(number)), type=RecordingInfo)
+        self._read += 1
+        what: Announcement = msgspec.json.decode(self._store.get(key), type=RecordingInfo | int)
+        return what
 
-    def _store(self) -> Any:
-        if self._cached is None:
-            self._cached = _store_of_groups(self._name)
-        return self._cached
+    def first_said(self, number: int) -> int:
+        """Return the number that the first rank to call this gave."""
+        return int(self._store.compare_set("first", "", str(number)))
 
 
 class StepsThatFit:

@@ -470,6 +470,10 @@ class Captures:
         self._leaving.append((part, capture))
         self.take_out()
 
+    def inherit(self, other: Captures) -> None:
+        """Take over what is still to be taken out of torch."""
+        other._leaving, self._leaving = [], [*self._leaving, *other._leaving]
+
     def take_out(self) -> None:
         """Take out of torch what could not be before; also where the captures have failed."""
         leaving, self._leaving = self._leaving, []

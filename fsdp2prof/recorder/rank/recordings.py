@@ -1,8 +1,10 @@
 """Several recordings in one run: when the next one is due, and that all ranks record the same steps.
 
-The lowest selected rank, the leader, decides. It announces a recording some steps ahead, and every rank looks
-for the next announcement (:class:`Announcements`) where a step begins. A rank that sees it only after it was
-to begin leaves the recording out and says so: ranks never record different steps under one number.
+Every rank knows from the options which steps are recorded on schedule, however far apart the ranks are.
+Requests and slow steps lead to further recordings, which overlap none on schedule: on them, and on the end
+that ``--max-size`` sets, the lowest selected rank decides, the leader. It announces both some steps ahead
+(:class:`Announcements`), and every rank looks for announcements where a step begins. A rank that sees one
+only after the recording was to begin leaves the recording out and says so.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from fsdp2prof.recorder.requests import (
     request_recording,
     request_summary,
     take_request,
+    write_plan,
 )
-from fsdp2prof.recorder.settings import Settings, leader, warmup_of
+from fsdp2prof.recorder.settings import Settings, leader, length_of, warmup_of
 from fsdp2prof.run_directory import recording_folder
 from fsdp2prof.units import parse_bytes
 
@@ -57,9 +60,10 @@ class Summaries:
 
 
 LEAST_LEAD = 3
-"""Steps between an announcement and the first captured step: no rank is further ahead of another."""
+"""Steps between an announcement and the recording: a rank that waits for others in collectives is no further
+ahead of the leader."""
 LEAD_S = 2.0
-"""Seconds between them, in which a shared disk shows the announcement to every node."""
+"""Seconds between them: short steps queue up on a device, and a host gets that far ahead."""
 RECENT_STEPS = 100
 """Steps whose times are kept: what a slow one is compared with."""
 LEAST_FOR_MEDIAN = 10
@@ -68,7 +72,7 @@ FIRST_SETTLED_STEP = 2
 
 
 class Recordings:
-    """The recordings of one rank; :attr:`current` is the one that runs or is due, or captures nothing."""
+    """The recordings of one rank; :attr:`current` is the one that runs, or captures nothing."""
 
     def __init__(
         self,
@@ -83,14 +87,21 @@ class Recordings:
         self._identity, self._roots, self._watch, self._file = identity, roots, watch, file
         self._summaries = summaries
         self._run = settings.path
+        self._warmup, self._length = warmup_of(settings.options), length_of(settings.options)
         self._leads = identity.rank == leader(settings.options.ranks, identity.world_size)
         self._attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        self._announcements = Announcements(self._run, self._attempt)
-        self._number = newest(self._run, before_attempt=self._attempt)
+        self._announcements: Announcements | None = None
+        self._number = 0
+        """Of the last recording that has begun, or was to begin."""
         self._scheduled = _first(self._options)
+        self._announced: RecordingInfo | None = None
+        self._end: int | None = None
+        """The first step with which no recording begins any more."""
         self._limit = None if self._options.max_size is None else parse_bytes(self._options.max_size)
+        self._sized_before = -math.inf
+        """The first step of the recording on schedule before which the size was last looked at."""
         self._recent: deque[StepInfo] = deque(maxlen=RECENT_STEPS)
-        self._asked: str | None = None
+        self._slow: str | None = None
         self._signalled = False
         self._idle = Captures(file, _nothing(self._options), roots)
         self._own: ManifestFile | None = None
@@ -114,30 +125,37 @@ class Recordings:
             plain = [one.duration_ns for one in self._recent if one.kind == "plain"]
             if len(plain) >= LEAST_FOR_MEDIAN and step.duration_ns > self._options.on_slow * median(plain):
                 times = step.duration_ns / median(plain)
-                self._asked = f"step {step.step} took {times:.2f} times as long as the median before it"
+                self._slow = f"step {step.step} took {times:.2f} times as long as the median before it"
         self._recent.append(step)
 
     def next_step(self, step: int) -> None:
-        """Decide on recordings where ``step`` begins."""
+        """End the recording that is over, and begin the one that is due, where ``step`` begins."""
         if self._own is not None and self.current.is_over:
             self.close(whole=self.current.is_whole)
-        self._look(step)
-        signalled, self._signalled = self._signalled, False
-        if self._own is None and signalled:
-            request_recording(self._run, f"signal {self._options.signal}")
-        if self._own is None and self._leads:
-            self._decide(step)
-            self._look(step)
+        if self._announcements is None:
+            self._announcements = Announcements(self._attempt)
+            earlier = newest(self._run, before_attempt=self._attempt)
+            self._number = self._announcements.first_said(earlier)
+        if self._takes_requests or self._options.on_slow is not None or self._limit is not None:
+            self._read(self._announcements, step)
+            signalled, self._signalled = self._signalled, False
+            if self._own is None and signalled:
+                request_recording(self._run, f"signal {self._options.signal}")
+            if self._own is None and self._leads:
+                self._decide(self._announcements, step)
+                self._read(self._announcements, step)
+        plan = self._due(step)
+        if plan is not None:
+            self.end()
+            self._take_up(plan, step, self._options)
 
     def begin(self, plan: RecordingInfo, traced: int) -> None:
         """Begin a recording that every rank plans alike: of ``traced`` steps and one of memory."""
-        if self._leads:
-            self._announcements.announce(plan)
         options = msgspec.structs.replace(self._options, warmup=1, active=traced, memory_steps=1)
         self._take_up(plan, plan.announced_at_step, options)
 
     def end(self) -> None:
-        """End such a recording, whatever of it is there."""
+        """End the recording that runs, if one does, whatever of it is there."""
         if self._own is not None:
             whole = self.current.is_over and self.current.is_whole
             self.current.finish()
@@ -157,46 +175,83 @@ class Recordings:
         own.write()
         if self._summaries is not None and (own.manifest.traced_steps or own.manifest.memory_steps):
             self._summaries.begin(own.folder)
-        self.current = self._idle
+        self._change(self._idle)
 
-    def _look(self, step: int) -> None:
-        """Take up the next recording if it is announced."""
-        plan = self._announcements.read(self._number + 1) if self._own is None else None
-        if plan is not None:
-            self._take_up(plan, step, self._options)
+    @property
+    def _takes_requests(self) -> bool:
+        return self._options.on_demand or self._options.signal is not None
 
-    def _decide(self, step: int) -> None:
-        """Announce a recording if one is wanted."""
-        lead, warmup = self._lead(), warmup_of(self._options)
-        reason, first = None, step + lead + warmup
-        if self._scheduled is not None and self._scheduled - warmup <= step + lead:
-            due, reason = self._scheduled, "on schedule"
-            first = due if due - warmup >= step else first  # another recording was in its way
-            self._scheduled = None if self._options.every is None else due + self._options.every
-        elif self._asked is not None:
-            reason, self._asked = self._asked, None
-        elif self._options.on_demand or self._options.signal is not None:
-            reason = take_request(self._run)
-        if reason is None or self._is_full():
+    def _read(self, announcements: Announcements, step: int) -> None:
+        """Learn what the leader has decided."""
+        while self._announced is None and (what := announcements.read()) is not None:
+            if isinstance(what, int):
+                self._end = what
+            elif what.step - self._warmup >= step:
+                self._announced = what
+            else:
+                self._file.tell(
+                    f"recording {what.number} was due at step {what.step}; this rank learned of it at step "
+                    f"{step} and is left out"
+                )
+                for number in range(what.number, self._number + 1):
+                    self._file.tell(
+                        f"recording {number} of this rank is recording {number + 1} of the others"
+                    )
+                self._number += 1
+
+    def _decide(self, announcements: Announcements, step: int) -> None:
+        """Announce a recording that is asked for, or that no more are made."""
+        reason = self._asked_for() if self._announced is None else None
+        if self._end is not None:
             return
-        self._announcements.announce(
-            RecordingInfo(
+        scheduled = math.inf if self._scheduled is None else self._scheduled - self._warmup
+        begin = step + self._lead()
+        if begin + self._length > scheduled:
+            reason = None  # that one will do
+        is_near = scheduled <= step + LEAST_LEAD and scheduled != self._sized_before
+        if is_near:
+            self._sized_before = scheduled
+        elif reason is None:
+            return
+        if self._is_full():
+            announcements.announce(step + LEAST_LEAD)
+        elif reason is not None:
+            plan = RecordingInfo(
                 number=self._number + 1,
-                step=first,
+                step=begin + self._warmup,
                 reason=reason,
                 announced_at_step=step,
                 attempt=self._attempt,
-            ),
-        )
+            )
+            write_plan(self._run, plan)
+            announcements.announce(plan)
+
+    def _asked_for(self) -> str | None:
+        """Return why a recording is wanted beside those on schedule; None if none is."""
+        if self._slow is not None:
+            reason, self._slow = self._slow, None
+            return reason
+        return take_request(self._run) if self._takes_requests else None
+
+    def _due(self, step: int) -> RecordingInfo | None:
+        """Return the recording that begins with ``step``, if one does."""
+        plan, scheduled = self._announced, self._scheduled
+        if plan is not None and plan.step - self._warmup == step:
+            self._announced = None
+            return plan
+        if scheduled is None or scheduled - self._warmup > step:
+            return None
+        every = self._options.every
+        self._scheduled = None if every is None else scheduled + every
+        if self._end is not None and step >= self._end:
+            return None
+        number = self._number + 1
+        return RecordingInfo(number=number, step=scheduled, reason="on schedule", attempt=self._attempt)
 
     def _take_up(self, plan: RecordingInfo, step: int, options: RecordOptions) -> None:
         self._number = plan.number
-        if plan.step - warmup_of(options) < step:
-            self._file.tell(
-                f"recording {plan.number} was due at step {plan.step}; this rank learned of it at step "
-                f"{step} and is left out"
-            )
-            return
+        if self._leads:
+            write_plan(self._run, plan)
         options = msgspec.structs.replace(options, at_step=plan.step)
         run = str(self._run / recording_folder(plan.number))
         settings = msgspec.structs.replace(self._settings, run=run, options=options)
@@ -206,7 +261,11 @@ class Recordings:
         self._own.folder.mkdir(parents=True, exist_ok=True)
         self._own.write()
         self._file.manifest.recordings.append(plan.number)
-        self.current = Captures(self._own, options, self._roots)
+        self._change(Captures(self._own, options, self._roots))
+
+    def _change(self, captures: Captures) -> None:
+        captures.inherit(self.current)
+        self.current = captures
 
     def _lead(self) -> int:
         times = [one.duration_ns for one in self._recent]

@@ -145,12 +145,14 @@ class RankSession:
         guard.run("host", self._captures.step_ran)
         ended = self._keep_duration(now)
         self._step += 1
-        if self._trials is not None:
-            guard.run("trial", self._trials.step, ended)
         if self._hang is not None:
             guard.run("hang", self._hang.step)
-        self._choose_recording()
         captured = guard.run("captures", self._captures.advance, self._step)
+        if captured:
+            guard.run("captures", self._captures.end_step)
+        if self._trials is not None:
+            guard.run("trial", self._trials.step, ended)
+        captured = self._choose_recording() or captured
         self._forward_began = False
         if self._step == 1:
             guard.run("description", self._file.describe_first)
@@ -158,7 +160,6 @@ class RankSession:
         elif self._step == 2:
             guard.run("description", self._file.describe_settled)
         if captured:
-            guard.run("captures", self._captures.end_step)
             guard.run("captures", self._captures.begin_step)
             if self._recordings is None and self._captures.is_over:
                 self._summarise()
@@ -172,8 +173,8 @@ class RankSession:
         self._thread = threading.get_ident()
         if self._hang is not None:
             guard.run("hang", self._hang.step)
-        self._choose_recording()
-        guard.run("captures", self._captures.advance, 0)
+        if not self._choose_recording():
+            guard.run("captures", self._captures.advance, 0)
         guard.run("captures", self._captures.begin_step)
         guard.run("host", self._captures.step_runs)
 
@@ -224,11 +225,15 @@ class RankSession:
         """Folders that no launcher summarises."""
         return [] if self._summaries is None else self._summaries.waiting
 
-    def _choose_recording(self) -> None:
-        """Take up the recording that begins with this step or soon, if there is one."""
+    def _choose_recording(self) -> bool:
+        """Take up the recording that begins with this step, if there is one: whether its captures began."""
+        before = self._captures
         if self._recordings is not None:
             guard.run("captures", self._recordings.next_step, self._step)
             self._captures = self._recordings.current
+        return self._captures is not before and bool(
+            guard.run("captures", self._captures.advance, self._step)
+        )
 
     def keep_state(self, why: str, crash: TracebackType | None = None) -> None:
         """Keep this rank's last collectives and its threads' stacks, for ``analyze hang``.
