@@ -95,7 +95,7 @@ class Recordings:
         """Of the last recording that has begun, or was to begin."""
         self._scheduled = _first(self._options)
         self._announced: RecordingInfo | None = None
-        self._end: int | None = None
+        self._end = math.inf
         """The first step with which no recording begins any more."""
         self._limit = None if self._options.max_size is None else parse_bytes(self._options.max_size)
         self._sized_before = -math.inf
@@ -130,24 +130,29 @@ class Recordings:
 
     def next_step(self, step: int) -> None:
         """End the recording that is over, and begin the one that is due, where ``step`` begins."""
-        if self._own is not None and self.current.is_over:
-            self.close(whole=self.current.is_whole)
         if self._announcements is None:
             self._announcements = Announcements(self._attempt)
             earlier = newest(self._run, before_attempt=self._attempt)
             self._number = self._announcements.first_said(earlier)
-        if self._takes_requests or self._options.on_slow is not None or self._limit is not None:
+        decides = self._takes_requests or self._options.on_slow is not None or self._limit is not None
+        if decides:
             self._read(self._announcements, step)
-            signalled, self._signalled = self._signalled, False
-            if self._own is None and signalled:
-                request_recording(self._run, f"signal {self._options.signal}")
-            if self._own is None and self._leads:
-                self._decide(self._announcements, step)
-                self._read(self._announcements, step)
         plan = self._due(step)
-        if plan is not None:
+        if plan is not None or self.current.is_over:
             self.end()
-            self._take_up(plan, step, self._options)
+        signalled, self._signalled = self._signalled, False
+        if self._own is None and signalled:
+            request_recording(self._run, f"signal {self._options.signal}")
+        if self._own is None and self._leads and decides:
+            self._decide(self._announcements, step)
+        if plan is None:
+            return
+        if plan is self._announced:
+            self._announced = None
+        elif self._scheduled is not None:
+            every = self._options.every
+            self._scheduled = None if every is None else self._scheduled + every
+        self._take_up(plan, step, self._options)
 
     def begin(self, plan: RecordingInfo, traced: int) -> None:
         """Begin a recording that every rank plans alike: of ``traced`` steps and one of memory."""
@@ -202,7 +207,7 @@ class Recordings:
     def _decide(self, announcements: Announcements, step: int) -> None:
         """Announce a recording that is asked for, or that no more are made."""
         reason = self._asked_for() if self._announced is None else None
-        if self._end is not None:
+        if self._end < math.inf:
             return
         scheduled = math.inf if self._scheduled is None else self._scheduled - self._warmup
         begin = step + self._lead()
@@ -237,13 +242,8 @@ class Recordings:
         """Return the recording that begins with ``step``, if one does."""
         plan, scheduled = self._announced, self._scheduled
         if plan is not None and plan.step - self._warmup == step:
-            self._announced = None
             return plan
-        if scheduled is None or scheduled - self._warmup > step:
-            return None
-        every = self._options.every
-        self._scheduled = None if every is None else scheduled + every
-        if self._end is not None and step >= self._end:
+        if scheduled is None or scheduled - self._warmup > step or step >= self._end:
             return None
         number = self._number + 1
         return RecordingInfo(number=number, step=scheduled, reason="on schedule", attempt=self._attempt)
