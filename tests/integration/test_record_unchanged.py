@@ -7,11 +7,12 @@ import subprocess
 import sys
 
 import pytest
+from support.present import manifest_of
 from support.recordings import SHORT
 
 from fsdp2prof import analyze_run
 from fsdp2prof.readers.memory.recording import read_memory
-from fsdp2prof.readers.run.directory import open_run
+from fsdp2prof.readers.run.directory import open_recording, open_run
 from fsdp2prof.workflows.balance import check_balance
 from fsdp2prof.workflows.job.job_files import open_job
 
@@ -51,6 +52,21 @@ def test_parameters_are_the_same_bit_for_bit(compare):
     for step in balance.steps:  # what a rank does itself is a part of its step
         assert 0 <= step.lost_ns <= step.max_busy_ns <= max(one.duration_ns for one in balance.steps) * 2
     assert balance.lost_ns == pytest.approx(balance.constant_ns + balance.varying_ns)
+
+
+@pytest.mark.parametrize("how", [(), ("--alone",)], ids=["waiting", "alone"])
+def test_every_rank_is_in_every_recording(compare, how):
+    """One follows the other without a step between, and the rank that leads is the last to begin each."""
+    options = "--every 4 --wait 0 --warmup 1 --active 2 --memory-steps 1"
+    run = compare(torchrun(script_path("apart"), 2, *how), *options.split())
+    assert run.recordings == (1, 2, 3, 4)
+    for number in run.recordings:
+        first = 4 * number - 3
+        for rank in open_recording(run, number).ranks:
+            manifest = manifest_of(rank)
+            assert (manifest.traced_steps, manifest.memory_steps) == ([first, first + 1], [first + 2])
+            assert manifest.state == "complete"
+    assert run.messages == ()
 
 
 @pytest.mark.slow
