@@ -36,6 +36,8 @@ RECORDED = [
     Fault("many_units", "wrapping_too_fine", "whole blocks", 89.8),
     Fault("unfrozen_teacher", "backward_untrained", "torch.no_grad", 43.6),
     Fault("indexed_table", "indexed_gradients", "nn.functional.embedding", 15.6),
+    Fault("sliced_logits", "sliced_gradients", "unbind, split", 44.5),
+    Fault("float32_similarity", "float32_without_tensor_cores", "set_float32_matmul_precision", 28.9),
     Fault("forward_for_metrics", "forward_without_backward", r"train\.py:\d+ \(fit_one\)", 29.8),
     Fault("statistics_of_weights", "host_sync", r"train\.py:\d+ \(log\) out of the step", 51.4),
 ]
@@ -60,7 +62,18 @@ def test_the_fault_comes_first_with_its_remedy_and_about_its_gain(fault: Fault) 
     assert 0.5 * fault.gain_ms <= first.remedy.gain_ns / 1e6 <= 1.5 * fault.gain_ms
 
 
-@pytest.mark.parametrize("name", ["healthy_gpt", "healthy_vit", "healthy_moe"])
+def test_a_prefetched_batch_that_holds_up_small_copies_is_to_be_split() -> None:
+    """The batch has a stream of its own already, and is copied a step ahead: that is not proposed."""
+    trace = analysed("copies_in_front").trace
+    assert trace is not None
+    assert trace.ledger is not None
+    first = trace.ledger.entries[0]
+    assert first.id == "host_copies"
+    assert first.remedy is not None
+    assert "in pieces" in first.remedy.change
+
+
+@pytest.mark.parametrize("name", ["healthy_gpt", "healthy_vit", "healthy_moe", "healthy_chunked_loss"])
 def test_healthy_trainings_are_told_nothing(name: str) -> None:
     analysis = analysed(name)
     assert analysis.trace is not None
