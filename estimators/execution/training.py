@@ -319,7 +319,8 @@ def exchange_tokens(
         return
     assert model.reach_experts is not None
     group = experts["ep"].get_group()
-    model.reach_experts(model.module, ExpertExchange(group, group.size(), policy.imbalance), tensor_parallel)
+    exchange = ExpertExchange(group, group.size(), policy.imbalance)
+    model.reach_experts(model.module, model.experts, exchange, tensor_parallel)
 
 
 def by_mesh(model: Model) -> list[list[nn.Parameter]]:

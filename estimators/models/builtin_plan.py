@@ -54,10 +54,13 @@ def outline_of(config: TransformerConfig) -> Model:
     )
 
 
-def _reach_experts(module: nn.Module, exchange: ExpertExchange, tensor_parallel: DeviceMesh | None) -> None:
+def _reach_experts(
+    module: nn.Module, experts: tuple[str, ...], exchange: ExpertExchange, tensor_parallel: DeviceMesh | None
+) -> None:
     from fsdp2prof.estimators.models.experts import reach_experts
 
-    reach_experts(module, exchange, tensor_parallel)
+    del tensor_parallel  # its ranks know their share of the tokens
+    reach_experts(module, experts, exchange)
 
 
 @dataclass(frozen=True, slots=True)

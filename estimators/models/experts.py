@@ -216,12 +216,12 @@ class MixtureOfExperts(nn.Module):
         return all_to_all_single_autograd(back[:-1], sent, received, group)
 
 
-def reach_experts(module: nn.Module, exchange: ExpertExchange, tensor_parallel: object) -> None:
-    """Let the mixtures of a built-in model, which hold this rank's experts, exchange tokens."""
-    del tensor_parallel  # its ranks know their share of the tokens
-    for part in module.modules():
-        if isinstance(part, MixtureOfExperts):
-            part.exchange = part.experts.exchange = exchange
+def reach_experts(module: nn.Module, experts: tuple[str, ...], exchange: ExpertExchange) -> None:
+    """Let the mixtures of a built-in model, which hold this rank's ``experts``, exchange tokens."""
+    for fqn in experts:
+        part = module.get_submodule(fqn.rpartition(".")[0])
+        assert isinstance(part, MixtureOfExperts)
+        part.exchange = part.experts.exchange = exchange
 
 
 def _counts(selected: Tensor, experts: int) -> Tensor:

@@ -73,17 +73,16 @@ def expert_modules(module: nn.Module, stacked: tuple[str, ...]) -> tuple[str, ..
 
 def reach_experts(
     module: nn.Module,
+    experts: tuple[str, ...],
     exchange: ExpertExchange,
     tensor_parallel: DeviceMesh | None,
-    *,
-    experts: tuple[str, ...],
 ) -> None:
-    """Let the modules named ``experts``, which hold this rank's, work for all ranks of the exchange."""
-    here = dict(module.named_modules())
+    """Let the modules named ``experts``, which hold this rank's, work for all ranks of the exchange.
+
+    They may lie in checkpointed blocks, which look like the blocks that they wrap.
+    """
     for fqn in experts:
-        if fqn not in here:  # another pipeline stage's
-            continue
-        part: Any = here[fqn]
+        part: Any = module.get_submodule(fqn)
         part.num_experts = next(part.parameters(recurse=False)).shape[0]
         part._is_expert_parallel = True  # transformers' own mark: experts of other ranks are masked
         part.exchange = exchange
@@ -222,7 +221,7 @@ def _build(
         towers=towers,
         idle=idle,
         experts=stacked,
-        reach_experts=None if isinstance(dealt, str) else partial(reach_experts, experts=dealt),
+        reach_experts=None if isinstance(dealt, str) else reach_experts,
         no_expert_parallel=dealt if isinstance(dealt, str) else "",
         pattern=_pattern(module, blocks, text),
         config=None,

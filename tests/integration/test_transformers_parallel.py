@@ -192,6 +192,7 @@ def test_a_real_run_of_four_ranks(family, in_parallel, tmp_path):
         ("qwen3_moe", 2, 4, ""),
         ("mixtral", 2, 2, ""),
         ("qwen3_moe", 1, 2, "offload"),
+        ("mixtral", 1, 2, "checkpoint"),
         ("qwen3_moe", 1, 4, "self_attn"),
         ("mixtral", 1, 2, r"layers.1.*experts"),
         ("mixtral", 1, 2, r"layers.[12].*gate\.weight"),
@@ -199,7 +200,8 @@ def test_a_real_run_of_four_ranks(family, in_parallel, tmp_path):
 )
 def test_experts_that_transformers_deals_out_on_four_ranks(family, tp, ep, how, tmp_path):
     """Real routing: what comes back from an expert differs from rank to rank, its sum does not."""
-    kind = {"offload": True} if how == "offload" else {"trainable": how or None}
+    kinds = {"offload": {"offload": True}, "checkpoint": {"ac": "full"}}
+    kind = kinds.get(how, {"trainable": how or None})
     spec, policy = config_of(tmp_path, family), PolicySpec(**SIZES, **kind, clip_grad=False)
     mesh = MeshSpec(dp_shard=4 // tp, tp=tp, ep=ep)
     command = torchrun(
@@ -242,6 +244,23 @@ def test_experts_of_a_configuration_are_dealt_out(tmp_path):
     assert not any(phase == "backward" and op == "all_to_all" for phase, op, _ in kept)
     with pytest.raises(ModelError, match="which has no experts"):
         estimate_comm(config_of(tmp_path, "llama"), MeshSpec(dp_shard=2, ep=2), PolicySpec(**SIZES))
+
+
+@pytest.mark.parametrize(("ac", "again"), [("full", 2), ("every:2", 1), ("op", 2)])
+def test_experts_of_checkpointed_blocks_exchange_again(ac, again, tmp_path):
+    """By hand: a recomputed block sends its rows there and back, and counts them, once more."""
+    spec = config_of(tmp_path, "qwen3_moe", num_hidden_layers=2, num_experts_per_tok=2)
+    mesh, policy = MeshSpec(dp_shard=2, ep=2), PolicySpec(**SIZES, ac=ac)
+    found = summed_rows(estimate_comm(spec, mesh, policy))
+    rows = 2 * 32 * 2 * 64 * 2
+    assert found["forward", "all_to_all", "bfloat16"] == (4, 2 * rows)
+    assert found["backward", "all_to_all", "bfloat16"] == (4 + 2 * again, (2 + again) * rows)
+    assert found["backward", "all_to_all", "int64"] == (again, again * 8 * 8)
+    longer = replace(policy, seq_len=512)
+    without, with_it = (
+        estimate_memory(spec, mesh, replace(longer, ac=one)).peak.active_bytes for one in ("none", ac)
+    )
+    assert with_it < without
 
 
 def test_a_ring_takes_plain_attention_alone(tmp_path):

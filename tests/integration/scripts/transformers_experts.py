@@ -1,7 +1,7 @@
 """Train a mixture whose experts transformers deals out by its own plan, and count what every rank sends.
 
 Run: torchrun --nproc-per-node 4 transformers_experts.py CONFIG FOLDER TP EP [HOW]. The mesh: dp_shard 4 / TP
-x tp. HOW is ``offload``, or a regular expression of what is trained.
+x tp. HOW is ``offload``, ``checkpoint``, or a regular expression of what is trained.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def distributed(config: Any, tp: int, ep: int) -> Any:
         names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
         return ShardPlacementResult(placement=Shard(0), mesh_info=info) if names == ("ep",) else None
 
-    if HOW not in ("", "offload"):
+    if HOW == "checkpoint":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif HOW not in ("", "offload"):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(re.search(HOW, name) is not None)
     offload = CPUOffloadPolicy(pin_memory=False) if HOW == "offload" else OffloadPolicy()
