@@ -13,6 +13,7 @@ and values of the whole sequence, one rank's share at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ def outline_of(config: TransformerConfig) -> Model:
 
 
 def _reach_experts(
-    module: nn.Module, experts: tuple[str, ...], exchange: ExpertExchange, tensor_parallel: DeviceMesh | None
+    module: nn.Module, experts: Sequence[str], exchange: ExpertExchange, tensor_parallel: DeviceMesh | None
 ) -> None:
     from fsdp2prof.estimators.models.experts import reach_experts
 

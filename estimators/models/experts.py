@@ -9,6 +9,7 @@ Shapes: T tokens, D model dim, X experts, R rows (T k, or what was received), F 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import TypeAlias
@@ -216,7 +217,7 @@ class MixtureOfExperts(nn.Module):
         return all_to_all_single_autograd(back[:-1], sent, received, group)
 
 
-def reach_experts(module: nn.Module, experts: tuple[str, ...], exchange: ExpertExchange) -> None:
+def reach_experts(module: nn.Module, experts: Sequence[str], exchange: ExpertExchange) -> None:
     """Let the mixtures of a built-in model, which hold this rank's ``experts``, exchange tokens."""
     for fqn in experts:
         part = module.get_submodule(fqn.rpartition(".")[0])

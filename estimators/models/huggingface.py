@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -73,7 +73,7 @@ def expert_modules(module: nn.Module, stacked: tuple[str, ...]) -> tuple[str, ..
 
 def reach_experts(
     module: nn.Module,
-    experts: tuple[str, ...],
+    experts: Sequence[str],
     exchange: ExpertExchange,
     tensor_parallel: DeviceMesh | None,
 ) -> None:

@@ -117,8 +117,8 @@ class Model:
     """Modules whose parameters are experts, stacked along dimension 0."""
     expert_ranks: int = 1
     """Ranks that these experts are divided among; the module holds this rank's."""
-    reach_experts: Callable[[nn.Module, tuple[str, ...], ExpertExchange, DeviceMesh | None], None] | None = None
-    """Lets ``experts`` of the module exchange tokens with ranks that hold others, beside a tensor-parallel mesh."""
+    reach_experts: Callable[[nn.Module, Sequence[str], ExpertExchange, DeviceMesh | None], None] | None = None
+    """Lets ``experts`` of the module exchange tokens with ranks that hold others."""
     no_expert_parallel: str = "has no expert-parallel plan"
     """Why there is none, as the end of a sentence that begins with its name."""
     pattern: LayerPattern = LayerPattern()

@@ -200,7 +200,7 @@ def test_a_real_run_of_four_ranks(family, in_parallel, tmp_path):
 )
 def test_experts_that_transformers_deals_out_on_four_ranks(family, tp, ep, how, tmp_path):
     """Real routing: what comes back from an expert differs from rank to rank, its sum does not."""
-    kinds = {"offload": {"offload": True}, "checkpoint": {"ac": "full"}}
+    kinds: dict[str, dict[str, Any]] = {"offload": {"offload": True}, "checkpoint": {"ac": "full"}}
     kind = kinds.get(how, {"trainable": how or None})
     spec, policy = config_of(tmp_path, family), PolicySpec(**SIZES, **kind, clip_grad=False)
     mesh = MeshSpec(dp_shard=4 // tp, tp=tp, ep=ep)
