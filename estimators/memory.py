@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +47,7 @@ from fsdp2prof.estimators.verdict.memory_range import (
     MeasuredPeaks,
     as_measured,
     memory_class,
+    of_older_software,
     unknowns,
     widest_first,
 )
@@ -54,6 +56,7 @@ from fsdp2prof.results.estimate import EstimatedModel, MemoryEstimate, Predicted
 from fsdp2prof.results.peak import Remedy
 from fsdp2prof.tables import NEVER, AllocationTable, MemoryRecording
 
+_NONE: Mapping[str, Any] = {}
 _ANY_DEVICE = "any GPU"
 """Stands where a device's name would, for an estimate that is for none."""
 
@@ -91,10 +94,12 @@ def predict_memory(
     hardware: HardwareSpec | None = None,
     executed: Execution | None = None,
     measured: MeasuredPeaks | None = None,
+    older: Mapping[str, PolicySpec] = _NONE,
 ) -> MemoryPrediction:
     """As :func:`estimate_memory`, and keep the predicted allocations.
 
-    ``measured`` peaks, of this run or of others, take the place of the range.
+    ``measured`` peaks, of this run or of others, take the place of the range. ``older`` are policies of the
+    run under older software by its name; the range holds their peaks.
     """
     built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     check_parallelism(built, mesh, policy)
@@ -126,6 +131,9 @@ def predict_memory(
         guessed=guessed,
         padding=padding,
         margin=memory_class(mesh, policy, has_experts=bool(built.experts)),
+        older={
+            stack: estimate_memory(model, mesh, other).peak.reserved_bytes for stack, other in older.items()
+        },
     )
 
 
@@ -140,10 +148,11 @@ def _predicted(
     guessed: tuple[str, ...] = (),
     padding: Remedy | None = None,
     margin: str,
+    older: Mapping[str, int] = _NONE,
 ) -> MemoryPrediction:
     """Replay an execution on a device. ``guessed`` are compiled blocks of which only a bound is known.
 
-    ``margin`` names the prediction's in ``ranges.yaml``.
+    ``margin`` names the prediction's in ``ranges.yaml``, ``older`` are reserved peaks under older stacks.
     """
     as_cuda = as_on_cuda(execution.recording, execution.host, of_plain_tensors=mesh.tp == 1)
     on_device = as_in_torch(as_cuda, policy.rules)
@@ -170,9 +179,10 @@ def _predicted(
     )
     reserved = int(recording.segments.size.sum())
     room = None if hardware is None else hardware.memory_bytes - outside_allocator_bytes(mesh, policy).low
-    unknown = widest_first(
-        unknowns(on_device, released, reserved, execution.blocks, bool(guessed), mesh, policy, room, margin)
+    found = unknowns(
+        on_device, released, reserved, execution.blocks, bool(guessed), mesh, policy, room, margin
     )
+    unknown = widest_first([*found, *of_older_software(reserved, older, margin)])
     if measured is not None:
         in_use = int(allocated_totals(recording.allocations, recording.events).max())
         unknown = [as_measured(reserved, in_use, measured)]

@@ -8,7 +8,7 @@ recorded traces say where it goes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log, sqrt
 from typing import TypeAlias
@@ -111,6 +111,21 @@ def predict_step(
     )
     estimate = replace(made.estimate, assumptions=[known.note, *made.estimate.assumptions], range=spread)
     return replace(made, estimate=replace(estimate, verdict=_verdict(estimate)))
+
+
+def with_older(estimate: StepEstimate, older: Mapping[str, StepEstimate]) -> StepEstimate:
+    """Widen the range of a step by those of older stacks, and name each that widens it."""
+    spread = estimate.range
+    for stack, other in older.items():
+        low, high = min(spread.low_ns, other.range.low_ns), max(spread.high_ns, other.range.high_ns)
+        if (low, high) != (spread.low_ns, spread.high_ns):
+            said = (
+                f"the date of the software is in no file: under {stack} a step takes "
+                f"{format_ns(other.step_ns)}; --stack says which it is"
+            )
+            spread = replace(spread, low_ns=low, high_ns=high, unknown=[*spread.unknown, said])
+    widened = replace(estimate, range=spread)
+    return replace(widened, verdict=_verdict(widened))
 
 
 _REPEATED = 0.02

@@ -5,6 +5,7 @@ A stack is facts with a source each. What a person or a configuration file says 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
@@ -16,6 +17,7 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.choices import SELECTION
 from fsdp2prof.estimators.config.documents import packaged
 
+_MONTH = re.compile(r"-(\d{4}-\d{2})(?:-|$)")
 _OWN_NAMES: Mapping[str, str] = {}
 _UNITS = frozenset({"wrap", "reshard", "unshard_in_backward"})
 """Options of a stack that name units."""
@@ -30,7 +32,11 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     base: str | None = None
     """The stack whose other options it has."""
     leaves: tuple[str, ...] = ()
-    """Options of the base that it does not decide."""
+    """Options and defaults of the base that it does not have."""
+    defaults: dict[str, tuple[Any, str]] = {}
+    """Key of the trainer's configuration -> its default at that date, and where that is said."""
+    before: str | None = None
+    """The stack of the time before, which a configuration that gives no date may be of."""
 
     @property
     def policy(self) -> dict[str, Any]:
@@ -49,12 +55,24 @@ def known_stacks() -> Mapping[str, Stack]:
 
 
 def _completed(own: Mapping[str, Stack]) -> dict[str, Stack]:
-    def facts_of(name: str) -> dict[str, tuple[Any, str]]:
+    def complete(name: str) -> Stack:
         stack = own[name]
-        inherited = {} if stack.base is None else facts_of(stack.base)
-        return {**{key: fact for key, fact in inherited.items() if key not in stack.leaves}, **stack.facts}
+        if stack.base is None:
+            return stack
+        base = complete(stack.base)
+        facts, defaults = (
+            {key: fact for key, fact in inherited.items() if key not in stack.leaves}
+            for inherited in (base.facts, base.defaults)
+        )
+        return msgspec.structs.replace(stack, facts=facts | stack.facts, defaults=defaults | stack.defaults)
 
-    return {name: msgspec.structs.replace(own[name], facts=facts_of(name)) for name in own}
+    return {name: complete(name) for name in own}
+
+
+def month_of(name: str) -> str | None:
+    """The month in a stack's name, as ``2025-06``; None where it has none."""
+    found = _MONTH.search(name)
+    return None if found is None else found[1]
 
 
 def stack_named(name: str) -> Stack:

@@ -25,6 +25,7 @@ _WORDS = {
     "allocator": "allocator segments",
     "compile": "the tensors that the compiler saves",
     "kernels": "the tensors that fused kernels save",
+    "software": "the date of the software",
     "cache": "whether freeing cached blocks makes room",
     RECORD_STREAMS: "how long record_stream holds memory",
     MEASURED: "the measured peak",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from fsdp2prof.estimators.allocator.caching import OutOfMemory, allocator_settings, peak_reserved
@@ -146,6 +146,20 @@ def memory_class(mesh: MeshSpec, policy: PolicySpec, *, has_experts: bool) -> st
         return "memory_of_tensor_parallel_float8"
     stated = None not in (policy.torch, policy.allocator)
     return "memory_with_software_stated" if stated else "memory_with_software_open"
+
+
+def of_older_software(reserved: int, older: Mapping[str, int], margin: str) -> Iterator[Unknown]:
+    """Yield how far reserved peaks under older stacks lie from ``reserved``, beyond its margin."""
+    most = range_end(margin).value * reserved
+    off = {stack: peak - reserved for stack, peak in older.items() if abs(peak - reserved) > most}
+    if off:
+        peaks = ", ".join(f"{stack} {format_bytes(older[stack])}" for stack in off)
+        yield Unknown(
+            name="software",
+            low_bytes=min(off.values()),
+            high_bytes=max(off.values()),
+            why=f"the date of the software is in no file: {peaks}; --stack says which it is",
+        )
 
 
 def _prediction(reserved: int, margin: str) -> Unknown:

@@ -19,6 +19,7 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.option import options_of
 from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.config.stacks import stack_named
 from fsdp2prof.estimators.config.trainers import read_trainer_files
 from fsdp2prof.estimators.description import policy_as_recorded
 from fsdp2prof.estimators.models.build import builtin_of
@@ -71,6 +72,8 @@ class Described:
     """Of the recorded run."""
     rehearsal: RehearsedRank | None = None
     """What the training command itself allocates, if that was run for the estimate."""
+    older: tuple[Described, ...] = ()
+    """The run under older software, which its files do not rule out."""
 
     @property
     def is_recorded_only(self) -> bool:
@@ -98,6 +101,17 @@ class Described:
             name: value for name, value in self.values.items() if "mesh" not in values or name != "world_size"
         }
         return replace(self, values={**kept, **values, "policy": policy})
+
+    def under_older(self, spec: EstimateSpec) -> dict[str, EstimateSpec]:
+        """Return the run under each older stack where that makes another one than ``spec``."""
+        found: dict[str, EstimateSpec] = {}
+        for described in self.older:
+            other = described.spec()
+            if other.policy.grad_accum == 1:
+                other = replace(other, policy=replace(other.policy, sync=spec.policy.sync))
+            if all(other.policy != one.policy for one in (spec, *found.values())):
+                found[str(described.values["stack"])] = other
+        return found
 
     def spec(self, **more: Any) -> EstimateSpec:
         """Build and check it; ``more`` overrides values. Raises ``ModelError`` and ``UsageError``."""
@@ -196,6 +210,19 @@ def describe(
         recorded["policy"] |= {} if norm is None else {"norm": norm}
     merged = {**recorded.get("policy", {}), **told}
     rehearsal = rehearsed(command, given.get("world_size")) if command else None
+    older, before = [], None if trainer is None else trainer.stack_before
+    while before is not None:
+        older.append(
+            describe(
+                config=config,
+                from_run=from_run,
+                trainer_files=trainer_files,
+                overrides=overrides,
+                given={**given, "stack": before},
+                policy=policy,
+            )
+        )
+        before = stack_named(before).before
     return Described(
         values={**recorded, **of_file, **given, "policy": merged},
         manifest=manifest if rehearsal is None else rehearsal.manifest,
@@ -203,6 +230,7 @@ def describe(
         rehearsal=rehearsal,
         read=None if trainer is None else trainer.read,
         given=frozenset((*given, *policy)),
+        older=tuple(older),
     )
 
 
@@ -252,7 +280,15 @@ def estimate_memory(
     from fsdp2prof.estimators.memory import predict_memory
     from fsdp2prof.estimators.memory_trials import with_tried_changes
 
-    prediction = predict_memory(spec.model, spec.mesh, spec.policy, hardware=spec.hardware, measured=peaks)
+    others = {} if peaks is not None else described.under_older(spec)
+    prediction = predict_memory(
+        spec.model,
+        spec.mesh,
+        spec.policy,
+        hardware=spec.hardware,
+        measured=peaks,
+        older={stack: other.policy for stack, other in others.items()},
+    )
     if save is not None:
         save_run(save, prediction, estimate_comm(spec.model, spec.mesh, spec.policy))
     estimate = prediction.estimate
@@ -374,7 +410,7 @@ def estimate_step(
     if save is not None:
         refuse_existing_run(save)
     spec = described.spec()
-    from fsdp2prof.estimators.step import predict_step
+    from fsdp2prof.estimators.step import predict_step, with_older
 
     calibration = None
     if calibrate is not None:
@@ -387,6 +423,13 @@ def estimate_step(
         own = measured if isinstance(measured, Measured) else None
         others = [] if measured is None or own is not None else anchors_of(described, measured)
         prediction = predict_step(spec.model, spec.mesh, spec.policy, cluster, calibration, own, others)
+        if calibration is None and measured is None:
+            older = described.under_older(spec)
+            steps = {
+                stack: predict_step(other.model, other.mesh, other.policy, cluster).estimate
+                for stack, other in older.items()
+            }
+            prediction = replace(prediction, estimate=with_older(prediction.estimate, steps))
     if save is not None:
         save_step_run(save, prediction)
     return _noted(prediction.estimate, spec, described, "step")

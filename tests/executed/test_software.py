@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.allocator.cuda_kernels import as_in_torch, as_on_cuda, with_recorded_streams
 from fsdp2prof.estimators.communication import estimate_comm
-from fsdp2prof.estimators.config.hardware import HardwareSpec
+from fsdp2prof.estimators.config.cluster import Cluster
+from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
 from fsdp2prof.estimators.config.inputs import make_spec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
@@ -23,6 +26,9 @@ from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.torch_rules import torch_rules
 from fsdp2prof.estimators.verdict.memory_fit import depends_on, room_on
 from fsdp2prof.tables import NEVER, MemoryRecording
+from fsdp2prof.units import format_ns
+from fsdp2prof.workflows import estimate as workflow
+from fsdp2prof.workflows.estimate import Described, describe
 
 GPT = ModelSpec(source="gpt2", layers=2)
 LLAMA = ModelSpec(source="llama3-8b", layers=1)
@@ -279,3 +285,63 @@ def test_a_stack_has_what_its_base_decides_but_for_its_own_facts() -> None:
 def test_an_unknown_stack_is_one_line() -> None:
     with pytest.raises(ModelError, match="did you mean torchtitan-2024-07"):
         make_spec({"model": "gpt2", "stack": "torchtitan-2024-071"})
+
+
+AXOLOTL = """
+base_model: {model}
+micro_batch_size: 1
+gradient_accumulation_steps: 4
+sequence_len: 64
+sample_packing: true
+gradient_checkpointing: true
+optimizer: adamw_torch_fused
+bf16: true
+dp_shard_size: 8
+fsdp_config: {{fsdp_version: 2}}
+"""
+
+
+def test_a_file_without_a_date_may_be_of_older_software(tmp_path: Path) -> None:
+    """Between micro-batches accelerate holds the gradients of the whole model since 1.11."""
+    file = tmp_path / "axolotl.yaml"
+    file.write_text(AXOLOTL.format(model="llama3.2-1b"))
+
+    def described(**given: Any) -> Described:
+        return describe(trainer_files=[file], given={"hardware": "h100-sxm", "layers": 2, **given}, policy={})
+
+    found = workflow.estimate_memory(described())
+    stated, older = (
+        workflow.estimate_memory(described(stack=name)) for name in ("axolotl-2026", "axolotl-2025-08")
+    )
+    assert found.peak == stated.peak
+    assert not [one for one in stated.unknowns if one.name == "software"]
+    (unknown,) = [one for one in found.unknowns if one.name == "software"]
+    off = older.peak.reserved_bytes - found.peak.reserved_bytes
+    assert (unknown.low_bytes, unknown.high_bytes) == (off, 0)
+    gradients = 2 * found.model.parameters  # unsharded, in bf16
+    assert -off > gradients / 2
+    assert "axolotl-2025-08" in unknown.why
+    assert "the date of the software" in found.verdict[0]
+
+
+def test_a_step_of_a_file_without_a_date_holds_that_of_older_software(tmp_path: Path) -> None:
+    file = tmp_path / "axolotl.yaml"
+    file.write_text(AXOLOTL.format(model="llama3.2-1b"))
+    cluster = Cluster(
+        hardware=HardwareSpec.parse("h100-sxm"), network=NetworkSpec.parse("100gb-eth"), gpus_per_node=2
+    )
+    found, older = (
+        workflow.estimate_step(
+            describe(
+                trainer_files=[file],
+                given={"layers": 2, **given},
+                policy={},
+            ),
+            cluster,
+        )
+        for given in ({}, {"stack": "axolotl-2025-08"})
+    )
+    assert older.step_ns > found.step_ns  # four reduce-scatters of each group over a slow network
+    assert found.range.high_ns == older.range.high_ns
+    assert any("under axolotl-2025-08" in one for one in found.range.unknown)
+    assert format_ns(found.range.high_ns) in found.verdict[0]

@@ -528,7 +528,8 @@ def test_sharding_that_is_only_there_with_fsdp1_is_refused(tmp_path: Path) -> No
 def test_what_is_stated_beside_the_files_is_not_asked(tmp_path: Path) -> None:
     files = ("args.yaml", ARGUMENTS + "fsdp: true")
     assert any("--seq-len" in one for one in read(tmp_path, files, world_size=8).read.open)
-    assert not read(tmp_path, files, world_size=8, stated={"seq_len"}).read.open
+    stated = read(tmp_path, files, world_size=8, stated={"seq_len"})
+    assert not any("--seq-len" in one for one in stated.read.open)
 
 
 def test_a_stacks_norm_is_of_models_that_have_none_of_their_own(tmp_path: Path) -> None:
@@ -714,6 +715,54 @@ def test_older_files_of_torchtitan_name_their_time(tmp_path: Path) -> None:
     run = read(tmp_path, ("old.toml", between + "[float8]\n"), world_size=64)
     assert run.values["stack"] == "torchtitan-2025-08"
     assert made(run)["loss"] == "compiled"
+
+
+def test_a_stated_stack_decides_what_keys_of_another_date_do_not(tmp_path: Path) -> None:
+    """torchtitan compiled no loss before 2 April 2025; ``parallelism`` is a section since 18 March."""
+    text = TITAN.replace("local_batch_size = 2\nglobal_batch_size = 64", "batch_size = 1\ncompile = true")
+    run = read(tmp_path, ("titan.toml", text), world_size=8)
+    assert (run.values["stack"], run.stack_before) == ("torchtitan-2025-06", "torchtitan-2025-03")
+    assert made(run)["loss"] == "compiled"
+    assert any("--stack torchtitan-2025-03" in one for one in run.read.open)
+    for stack, loss, optimizer in (
+        ("torchtitan-2025-02", "full", "foreach"),
+        ("torchtitan-2025-03", "full", "fused"),
+        ("torchtitan-2025-06", "compiled", "fused"),
+    ):
+        run = read(tmp_path, ("titan.toml", text), world_size=8, stack=stack)
+        got = made(run)
+        assert (got["loss"], got["optimizer_impl"], run.stack_before) == (loss, optimizer, None)
+        said = any("parallelism is of 2025-03 (785c34c99) and later" in one for one in run.read.notes)
+        assert said == (stack == "torchtitan-2025-02")
+    run = read(tmp_path, ("titan.toml", text), world_size=8, stack="torchtitan-2025-12")
+    assert any("training.batch_size is of before 2025-06" in one for one in run.read.notes)
+
+
+def test_libraries_that_changed_are_stacks_of_their_time(tmp_path: Path) -> None:
+    """TRL's loss is in pieces since 1.7; accelerate reduces at the last micro-batch alone since 1.11."""
+    files = ("sft.yaml", TRL), ("fsdp.yaml", ACCELERATE)
+    run = read(tmp_path, *files)
+    assert (run.values["stack"], run.stack_before) == ("trl-2026", "trl-2026-04")
+    expected = {
+        "trl-2026": ("chunked-tokens:256", "last"),
+        "trl-2026-04": ("full", "last"),
+        "trl-2025-08": ("full", "each"),
+    }
+    for stack, found in expected.items():
+        got = made(read(tmp_path, *files, stack=stack))
+        assert (got["loss"], got["sync"]) == found
+    said = "\nloss_type: chunked_nll"
+    run = read(tmp_path, ("sft.yaml", TRL + said), ("fsdp.yaml", ACCELERATE))
+    assert run.stack_before is None
+    got = made(read(tmp_path, ("sft.yaml", TRL + said), ("fsdp.yaml", ACCELERATE), stack="trl-2026-04"))
+    assert got["loss"] == "chunked-tokens:256"
+    run = read(tmp_path, ("axolotl.yaml", AXOLOTL), world_size=8)
+    assert (made(run)["sync"], run.stack_before) == ("last", "axolotl-2025-08")
+    older = read(tmp_path, ("axolotl.yaml", AXOLOTL), world_size=8, stack="axolotl-2025-08")
+    assert made(older)["sync"] == "each"
+    assert read(tmp_path, ("tune.yaml", TORCHTUNE), world_size=8).stack_before is None
+    tune = TORCHTUNE.replace("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss")
+    assert read(tmp_path, ("tune.yaml", tune), world_size=8).stack_before == "torchtune-2024-09"
 
 
 def test_pipelines_keep_their_parameters_by_default(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from fsdp2prof.errors import InputError, ModelError
 from fsdp2prof.estimators.config.documents import parse_toml, parse_yaml, read_text
+from fsdp2prof.estimators.config.stacks import stack_named
 from fsdp2prof.estimators.config.trainers.automodel import read_automodel
 from fsdp2prof.estimators.config.trainers.axolotl import read_axolotl
 from fsdp2prof.estimators.config.trainers.hugging_face import read_hugging_face
@@ -54,6 +55,8 @@ class TrainerRun:
     """What was read and what became of it."""
     no_model: str
     """What is wrong if nothing else names the model, either."""
+    stack_before: str | None = None
+    """Older software that the run may as well be of."""
 
 
 def read_trainer_files(
@@ -96,17 +99,23 @@ def read_trainer_files(
         values=values,
         places=places,
         world_size=world_size,
-        stack=declared.stack,
+        stack=stack or declared.stack,
+        stack_is_stated=stack is not None,
         stated=stated,
     )
     run.judge_unmodelled()
     _READERS[kind](run)
-    return _result(run, paths, stack)
+    return _result(run, paths)
 
 
-def _result(run: Reading, paths: Sequence[Path], stack: str | None) -> TrainerRun:
+def _result(run: Reading, paths: Sequence[Path]) -> TrainerRun:
     harmless, unknown = run.unused()
-    values: dict[str, Any] = {"mesh": run.mesh, "policy": run.policy, "stack": stack or run.stack}
+    if run.stack_before is not None:
+        run.open.append(
+            f"the date of the software is in no file: {run.stack} is estimated; "
+            f"--stack {run.stack_before} is {stack_named(run.stack_before).what}"
+        )
+    values: dict[str, Any] = {"mesh": run.mesh, "policy": run.policy, "stack": run.stack}
     if run.model is not None:
         values["model"] = run.model
     if run.layers is not None:
@@ -114,7 +123,7 @@ def _result(run: Reading, paths: Sequence[Path], stack: str | None) -> TrainerRu
     read = ConfigRead(
         format=run.format.title,
         files=[str(path) for path in paths],
-        stack=stack or run.stack,
+        stack=run.stack,
         rows=[
             ConfigRow(
                 key=found.key,
@@ -131,7 +140,7 @@ def _result(run: Reading, paths: Sequence[Path], stack: str | None) -> TrainerRu
         notes=run.notes,
         open=run.open,
     )
-    return TrainerRun(values=values, read=read, no_model=run.no_model)
+    return TrainerRun(values=values, read=read, no_model=run.no_model, stack_before=run.stack_before)
 
 
 def _shown(value: Any) -> str:

@@ -205,6 +205,7 @@ def _read_sharding_words(run: Reading, asked: Value, *, is_decided: bool) -> Non
 def read_hugging_face(run: Reading) -> None:
     """Read TrainingArguments, TRL's configurations and accelerate's. Raises ``ModelError``."""
     trl = run.has("max_length", "max_seq_length", "packing", "dataset_name", "use_peft", "loss_type", "beta")
+    run.take_stack("trl-2026" if trl else "transformers-2026")
     refuse_if_given(run, "GRPO is not modelled; --loss logprobs is its training step", *_GRPO)
     _model(run)
     run.set_world(run.get("accelerate.num_processes"))
@@ -259,8 +260,7 @@ def read_hugging_face(run: Reading) -> None:
             quantized="bnb-nf4" if is_on(bits) else None,
             base=bits if is_on(bits) else None,
         )
-    _loss(run, trl)
-    run.stack = "trl-2026" if trl else "transformers-2026"
+    _loss(run)
 
 
 def _model(run: Reading) -> None:
@@ -292,7 +292,7 @@ def _length(run: Reading, trl: bool) -> None:
         )
 
 
-def _loss(run: Reading, trl: bool) -> None:
+def _loss(run: Reading) -> None:
     liger, kind = run.get("use_liger_kernel", "use_liger"), run.get("loss_type")
     pairs = run.get("beta", "max_prompt_length")
     if kind.word() in _OF_PAIRS or pairs.given:
@@ -307,14 +307,12 @@ def _loss(run: Reading, trl: bool) -> None:
     if is_on(liger):
         run.set("loss", "fused", liger)
         return
-    if trl and kind.word() in ("", "chunked_nll"):
-        said = (
-            kind
-            if kind.given
-            else Value("loss_type", "chunked_nll", "trl/trainer/sft_config.py:336", given=False)
-        )
-        run.set("loss", "chunked-tokens:256", said)
-    elif kind.given and kind.word() not in ("nll", "chunked_nll"):
+    if kind.word() == "chunked_nll":
+        run.set("loss", "chunked-tokens:256", kind)
+        run.is_recent |= kind.given  # trl/trainer/sft_config.py has it since 9bcf72943 (April 2026)
+    elif kind.word() == "nll":
+        run.set("loss", "full", kind)
+    elif kind.given:
         run.notes.append(
             f"loss_type = {kind.value} is not modelled: cross-entropy over all logits is estimated"
         )

@@ -17,6 +17,7 @@ import msgspec
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.documents import packaged
 from fsdp2prof.estimators.config.pipeline import SCHEDULES
+from fsdp2prof.estimators.config.stacks import stack_named
 
 _SCHEDULES = {
     rule.torchtitan_name.lower(): f"{word}:2" if word in ("interleaved", "bfs", "zb1p") else word
@@ -104,7 +105,12 @@ class Reading:
     """What is said if nothing else names it, either."""
     mesh: dict[str, int] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
-    stack: str = ""
+    stack: str
+    """The software that the run is of."""
+    stack_is_stated: bool = False
+    """Whether a person says so; it wins over what keys tell."""
+    is_recent: bool = False
+    """Whether a key or value rules out the software of the time before."""
     stated: Collection[str] = ()
     """Options of the policy that are stated beside the files."""
     rows: list[tuple[Value, str, str]] = field(default_factory=list)
@@ -121,10 +127,21 @@ class Reading:
         for key in keys:
             if key in self.values:
                 return Value(key, self.values[key], self.places[key])
-        for key in keys:
-            if key in self.format.defaults:
-                return Value(key, *self.format.defaults[key], given=False)
+        for defaults in (stack_named(self.stack).defaults, self.format.defaults):
+            for key in keys:
+                if key in defaults:
+                    return Value(key, *defaults[key], given=False)
         return Value(keys[0], None, "", given=False)
+
+    def take_stack(self, name: str) -> None:
+        """Take the software that the keys tell, unless one is stated."""
+        if not self.stack_is_stated:
+            self.stack = name
+
+    @property
+    def stack_before(self) -> str | None:
+        """Older software that the run may as well be of."""
+        return None if self.stack_is_stated or self.is_recent else stack_named(self.stack).before
 
     def section(self, *prefixes: str) -> dict[str, Any]:
         """Every key below a prefix, without it; reading them is left to the caller."""

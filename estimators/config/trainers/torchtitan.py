@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fsdp2prof.estimators.config.stacks import month_of
 from fsdp2prof.estimators.config.trainers.reading import Reading, Value
 
 _MODELS = ("llama2", "llama3", "llama4", "deepseek_v3", "qwen3", "gpt_oss")
@@ -11,19 +12,27 @@ _MX = ("mx", "quantize.linear.mx")
 _GROUPED = ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
 _NOT_FLOAT8 = ("output", "lm_head", "router.gate", "auto_filter_small_kn")
 """Layers that an estimate leaves out of float8, too, by their names there."""
-_ERAS = (
-    ("training.data_parallel_degree", "torchtitan-2024-07"),  # until db6b39acd, September 2024
-    ("training.data_parallel_shard_degree", "torchtitan-2025-01"),  # until 785c34c99, March 2025
-    ("training.batch_size", "torchtitan-2025-06"),  # until 8570415c3, June 2025
-    ("float8", "torchtitan-2025-08"),  # until 8a2686c4a, September 2025
+_UNTIL = (
+    ("training.data_parallel_degree", "2024-09", "db6b39acd", "torchtitan-2024-07"),
+    ("training.data_parallel_shard_degree", "2025-03", "785c34c99", "torchtitan-2025-01"),
+    ("training.batch_size", "2025-06", "8570415c3", "torchtitan-2025-06"),
+    ("float8", "2025-09", "8a2686c4a", "torchtitan-2025-08"),
 )
-"""Keys and sections that files had until a date, oldest first -> the software of that time."""
+"""Keys and sections that files had until a month and a commit, oldest first; the software of that time."""
+_SINCE = (
+    ("parallelism", "2025-03", "785c34c99"),
+    ("training.local_batch_size", "2025-06", "8570415c3"),
+    ("compile", "2025-08", "08b8b244f"),
+    ("quantize", "2025-09", "8a2686c4a"),
+)
+"""Keys and sections that files have since a month and a commit."""
 _REGISTRY_BATCH = (8, "torchtitan/config/configs.py:37, before 73aed7f6c (August 2026)")
 """Of a registry that gives ``seq_len``, a name of before batches were counted in tokens."""
 
 
 def read_torchtitan(run: Reading) -> None:
     """Read a configuration of torchtitan of any date. Raises ``ModelError`` for what is not modelled."""
+    _date(run)
     _model(run)
     _mesh(run)
     _batch(run)
@@ -33,14 +42,25 @@ def read_torchtitan(run: Reading) -> None:
     _compilation(run)
     _converters(run)
     _optimizer(run)
-    eras = [stack for key, stack in _ERAS if run.has(key)]
-    if eras:
-        run.stack = eras[0]
 
 
-def _is_of_before_march_2025(run: Reading) -> bool:
-    """Then AdamW was not fused by default (6e4988550) and the loss not compiled (e8977b007, bbb1b616e)."""
-    return run.has("training.data_parallel_shard_degree", "training.data_parallel_degree")
+def _date(run: Reading) -> None:
+    """Take the software that the keys are of; where another is stated, say what contradicts it."""
+    until = next((row for row in _UNTIL if run.has(row[0])), None)
+    if until is not None:
+        run.take_stack(until[3])
+    stated = month_of(run.stack) if run.stack_is_stated else None
+    if stated is None:
+        return
+    said = [
+        f"{key} is of {month} ({at}) and later"
+        for key, month, at in _SINCE
+        if run.has(key) and stated < month
+    ]
+    if until is not None and stated > until[1]:
+        said.append(f"{until[0]} is of before {until[1]} ({until[2]})")
+    if said:
+        run.notes.append(f"{'; '.join(said)}: --stack {run.stack} is taken nevertheless")
 
 
 def _model(run: Reading) -> None:
@@ -190,8 +210,6 @@ def _compilation(run: Reading) -> None:
                 run.notes.append(f"{key.key} does nothing: compile.enable is false")
         return
     named = ["model", "loss"] if parts.value is None else parts.names()
-    if _is_of_before_march_2025(run):
-        named = ["model"]
     if "model" in named:
         run.set("compile", True, enable, parts)
     if "loss" in named and "loss" not in run.policy:
@@ -254,13 +272,13 @@ def _optimizer(run: Reading) -> None:
         run.missing("optimizer", name)
     else:
         run.set("optimizer", name.word(), name)
-    word = implementation.word() if implementation.given or not _is_of_before_march_2025(run) else ""
-    if word in ("fused", "foreach", "for-loop"):
+    word = implementation.word()
+    if (fused := run.get("optimizer.fused")).given:
+        run.set("optimizer_impl", "fused" if fused else "foreach", fused)
+    elif word in ("fused", "foreach", "for-loop"):
         run.set("optimizer_impl", word, implementation)
     elif word:
         run.refuse(implementation, "fused, foreach and for-loop are modelled")
-    elif (fused := run.get("optimizer.fused")).value is not None:
-        run.set("optimizer_impl", "fused" if fused else "foreach", fused)
     norm = run.get("training.max_norm")
     if norm.value is not None:
         run.set("clip_grad", float(norm.value) > 0, norm)

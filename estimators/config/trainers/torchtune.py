@@ -57,6 +57,7 @@ def read_torchtune(run: Reading) -> None:
         run.set("compile", True, compiled)
     _optimizer(run)
     loss = run.get("loss._component_")
+    run.is_recent |= "linearcrossentropy" in loss.word()  # since 9c06c8bda (#2531, April 2025)
     if loss.value is None:
         run.missing("loss", loss)
     if "chunked" in loss.word() or "linearcrossentropy" in loss.word():
