@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from fsdp2prof.manifest import (
     HostStep,
     MachineInfo,
     OptimizerInfo,
+    ProcessGroupInfo,
     RankManifest,
     RootInfo,
     StepInfo,
@@ -545,6 +547,83 @@ def test_an_iterator_made_in_every_step_is_to_be_made_once(count: int) -> None:
     first, *others = told(ledger_of([wait, start, *[made] * count], device="cpu"))
     assert (first.ns, len(others)) == ((10 * MS, 0) if count else (6 * MS, 1))
     assert ("iterator once" in (first.remedy.change if first.remedy else "")) is bool(count)
+
+
+def test_objects_are_to_be_sent_as_tensors() -> None:
+    """Their bytes are as many as the model's, and beside them the host pauses: that is no checkpoint."""
+    line = "all_gather_object() in train.py:9 (exchange)"
+    gathered = {"cause": "other_communication", "ns": 2 * MS, "op": "all_gather", "bytes": 1 << 40,
+                "dtype": "uint8", "site": line}  # fmt: skip
+    pause = {"cause": "host_pause", "ns": 6 * MS, "site": line, "phase": "other"}
+    (first,) = told(ledger_of([gathered, pause], [sharded()], device="cpu"))
+    assert first.remedy is not None
+    assert first.remedy.change.startswith("Exchange tensors in place of objects")
+    tensors = gathered | {"dtype": "float32"}
+    (first,) = told(ledger_of([tensors, pause], [sharded()], device="cpu"))
+    assert first.id == "checkpoint_in_step"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fqn", "other"),
+    [
+        ([0, 1], "layers.0", True),
+        ([0, 1], None, False),
+        ([0, 2], "layers.0", False),
+        ([0], "layers.0", False),
+    ],
+)
+def test_all_reduces_of_layers_without_a_group_are_those_of_another_dimension(
+    ranks: list[int], fqn: str | None, other: bool
+) -> None:
+    """Four ranks, sharded over 0 and 2; the trace names no group, as gloo's."""
+    groups = [
+        ProcessGroupInfo(name="0", desc="default_pg", backend="gloo", ranks=[0, 1, 2, 3]),
+        ProcessGroupInfo(name="1", desc="mesh_dp", backend="gloo", ranks=[0, 2], mesh_dim="dp"),
+        ProcessGroupInfo(name="2", desc="mesh_tp", backend="gloo", ranks=ranks),
+    ]
+    mine = sharded(shard_group="1", reduce_scatter_group="1")
+    manifest = msgspec.structs.replace(mine, process_groups=groups)
+    reduced = {"cause": "other_communication", "ns": 5 * MS, "op": "all_reduce", "count": 9, "fqn": fqn,
+               "bytes": 9 << 20, "phase": "backward"}  # fmt: skip
+    ledger = ledger_of([reduced], [manifest], device="cpu")
+    assert ("other_parallelism" in {one.id for one in ledger.entries}) is other
+
+
+@pytest.mark.parametrize(
+    ("cause", "beside_ms", "told_as"),
+    [("update", 0, "repeated_update"), (None, 0, None), ("update", 2, None)],
+)
+def test_products_of_an_optimizer_that_gathers_every_matrix_are_to_be_shared(
+    cause: str | None, beside_ms: int, told_as: str | None
+) -> None:
+    """The matrices are gathered once; with broadcasts beside that, ranks may exchange shares."""
+    size = 4 * sum(prod(one.global_shape) for group in sharded().param_groups for one in group.parameters)
+    optimizer: dict[str, Any] = {"phase": "optimizer"}
+    gathers = {"cause": "other_communication", "ns": MS, "op": "all_gather", "bytes": size, "count": 8}
+    beside = {"cause": "other_communication", "ns": beside_ms * MS, "op": "broadcast", "bytes": beside_ms}
+    products = {"cause": "compute", "ns": 20 * MS, "why": cause}
+    ledger = ledger_of([one | optimizer for one in (gathers, beside, products)], [sharded()])
+    assert [one.id for one in told(ledger)] == ([told_as] if told_as else [])
+    if told_as:
+        (entry,) = told(ledger)
+        assert entry.remedy is not None
+        assert entry.remedy.gain_ns == 10 * MS
+
+
+@pytest.mark.parametrize(("steps", "wait_ms", "named"), [(2, 0, True), (1, 0, False), (2, 4, True)])
+def test_iterators_made_where_nearly_all_waiting_is_are_to_be_made_once(
+    steps: int, wait_ms: int, named: bool
+) -> None:
+    line = "train.py:9 (main)"
+    numbers = [one.step for one in trace_analysis().ranks[0].steps][:steps]
+    made = [
+        {"cause": "data_loader", "ns": ns, "why": why, "site": site, "count": 1, "step": step}
+        for step in numbers
+        for ns, why, site in ((0, "rebuilt", line), (9 * MS, "workers", None))
+    ]
+    waits = {"cause": "data_loader", "ns": wait_ms * MS, "why": "workers"}
+    entries = told(ledger_of([*made, waits], device="cpu"))
+    assert ("A new iterator" in entries[0].said) is named
 
 
 @pytest.mark.parametrize(("forwards", "remedy"), [(1, "backward() once"), (2, "set_requires_gradient_sync")])
