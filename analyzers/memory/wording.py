@@ -17,6 +17,8 @@ _WORTH_NAMING = 0.05
 """Part of the peak from which a category or a saving is worth naming."""
 _UNKNOWN = 0.5
 """Unattributed part of the peak from which nothing can be advised but to record more."""
+_ROLES = ("sharded_parameter", "sharded_gradient", "optimizer_state")
+"""Categories that only a recording knows."""
 _CLOSE = 0.95
 """Of the peak: another place that comes this near limits what lowering the peak gains."""
 
@@ -146,6 +148,8 @@ def _place_and_filling(peak: Peak) -> str:
 
 def _what_to_try(rank: RankMemory, figures: MemoryFigures) -> list[str]:
     if figures.unattributed_frac >= _UNKNOWN:
+        if any(rank.peak.categories.get(name) for name in _ROLES):
+            return ["Most of it has none of the roles that the recording knows: see the finding."]
         return [
             "Most of it has no known role; fsdp2prof record notes what every parameter, gradient and "
             "optimizer state is."
