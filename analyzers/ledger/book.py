@@ -129,6 +129,19 @@ class Book:
         return next((one.param_groups for one in self.manifests if one.param_groups), [])
 
     @cached_property
+    def training_alike(self) -> list[set[int]]:
+        """Ranks by what they train: those that FSDP's groups join. Stages of a pipeline are apart."""
+        sets: list[set[int]] = []
+        for manifest in self.manifests:
+            members = {one.name: one.ranks for one in manifest.process_groups}
+            groups = manifest.param_groups
+            names = {name for one in groups for name in (one.shard_group, one.all_reduce_group) if name}
+            joined = {manifest.rank, *(rank for name in names for rank in members.get(name, ()))}
+            others = [one for one in sets if not one.isdisjoint(joined)]
+            sets = [*(one for one in sets if one not in others), joined.union(*others)]
+        return sets or [{one.rank for one in self.analysis.ranks}]
+
+    @cached_property
     def offloads(self) -> bool:
         """Whether parameters stay on the host: the manifest says so, or without one layers copy theirs."""
         if self.groups:

@@ -111,6 +111,9 @@ def _other_parallelism(book: Book) -> None:
         "other_communication",
         lambda one: one.group in other or (bool(other) and one.group is None and one.fqn is not None),
     )
+    if len(book.training_alike) > 1:
+        sent = book.take("other_communication", lambda one: one.op == "send_recv")
+        book.enter(sent, "other_parallelism/stages")
     used = {one.group for one in mine} & other.keys() or other.keys()
     book.enter(mine, "other_parallelism", dimensions=", ".join(sorted({other[str(one)] for one in used})))
 

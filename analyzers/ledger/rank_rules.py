@@ -280,7 +280,7 @@ def _operations(book: Book) -> dict[int, dict[int, int]]:
 
 def _most_operations(book: Book) -> tuple[int, float] | None:
     """Return the rank that computes most in every step, and how many times the others' work that is."""
-    steps = _operations(book)
+    steps = _operations(book) if len(book.training_alike) == 1 else {}
     most = {max(ranks, key=lambda rank: ranks[rank]) for ranks in steps.values()}
     if len(most) != 1 or len(steps) < _STEPS_OF_MORE_WORK:
         return None
@@ -329,8 +329,13 @@ def _more_work(book: Book) -> bool:
 
 def _uneven_inputs(book: Book) -> None:
     """Enter waiting between ranks whose work differs from step to step: batches of different sizes."""
-    by_step = {step: list(ranks.values()) for step, ranks in _operations(book).items()}
-    spread = [(max(row) - min(row)) / max(row) for row in by_step.values() if len(row) > 1]
+    alike = book.training_alike
+    rows = [
+        [count for rank, count in ranks.items() if rank in some]
+        for ranks in _operations(book).values()
+        for some in alike
+    ]
+    spread = [(max(row) - min(row)) / max(row) for row in rows if len(row) > 1]
     if not spread or sum(spread) / len(spread) < _UNEVEN_WORK:
         return
     mine = book.take("uneven_ranks", lambda one: one.why in ("kernel", "host", "unknown"))

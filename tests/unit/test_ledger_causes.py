@@ -589,6 +589,39 @@ def test_all_reduces_of_layers_without_a_group_are_those_of_another_dimension(
     assert ("other_parallelism" in {one.id for one in ledger.entries}) is other
 
 
+@pytest.mark.parametrize("stages", [True, False])
+def test_stages_of_a_pipeline_send_and_compute_differently_by_design(stages: bool) -> None:
+    """Ranks 0 and 1 are of one sharding group or of two; rank 1 computes half as much again."""
+    ranks = [[0, 2], [1, 3]] if stages else [[0, 1], [0, 1]]
+    manifests = [
+        msgspec.structs.replace(
+            sharded(shard_group="1"),
+            rank=rank,
+            process_groups=[ProcessGroupInfo(name="1", desc="mesh_dp", backend="gloo", ranks=mine)],
+        )
+        for rank, mine in enumerate(ranks)
+    ]
+    sent = Charge(rank=0, step=0, cause="other_communication", ns=9 * MS, op="send_recv", count=9)
+    waits = Charge(rank=0, step=0, cause="uneven_ranks", ns=9 * MS, why="kernel", phase="forward")
+    analysis = trace_analysis()
+    worked = [
+        replace(one, steps=[replace(step, work=(2 + one.rank) << 30) for step in one.steps])
+        for one in analysis.ranks
+    ]
+    charges = [
+        replace(charge, rank=one.rank, step=step.step)
+        for one in worked
+        for step in one.steps
+        for charge in (sent, waits)
+    ]
+    ledger = with_ledger(replace(analysis, ranks=worked), charges, manifests).ledger
+    assert ledger is not None
+    found = {one.id: one for one in ledger.entries}
+    assert ("other_parallelism" in found) is stages
+    assert ("send_recv_outside_fsdp" in found) is not stages
+    assert ("ranks_take_turns" in found and "batches" in found["ranks_take_turns"].title) is not stages
+
+
 @pytest.mark.parametrize(
     ("cause", "beside_ms", "told_as"),
     [("update", 0, "repeated_update"), (None, 0, None), ("update", 2, None)],
