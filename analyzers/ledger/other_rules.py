@@ -51,6 +51,7 @@ def enter_other_communication(book: Book) -> None:
         return
     _other_parallelism(book)
     _checkpoint(book)
+    _of_model(book)
     for kind in dict.fromkeys(_kind(one) for one in book.left("other_communication")):
         mine = book.take("other_communication", lambda one, kind=kind: _kind(one) == kind)  # type: ignore[misc]
         _enter(book, kind, mine)
@@ -116,6 +117,16 @@ def _other_parallelism(book: Book) -> None:
         book.enter(sent, "other_parallelism/stages")
     used = {one.group for one in mine} & other.keys() or other.keys()
     book.enter(mine, "other_parallelism", dimensions=", ".join(sorted({other[str(one)] for one in used})))
+
+
+def _of_model(book: Book) -> None:
+    """Enter all-to-alls that forward and backward both issue: tokens on their way to experts, or heads."""
+    mine = book.take("other_communication", lambda one: one.op == "all_to_all")
+    phases = {one.phase for one in mine if one.count}
+    if phases >= {*_MODELS}:
+        book.enter(mine, "other_parallelism/tokens")
+    else:
+        book.put_back(mine)
 
 
 def _across(group: ProcessGroupInfo, sharding: Iterable[ProcessGroupInfo]) -> str | None:

@@ -18,6 +18,8 @@ from fsdp2prof.analyzers.recorded_groups import untrained_units
 from fsdp2prof.units import dtype_bytes, format_bytes, plural
 
 _GIGA = 1e9
+_GENERATES = re.compile(r"generat|rollout|sampl|decod", re.IGNORECASE)
+"""In the line or the function that runs forwards which a training needs."""
 _ONCE = 1.1
 """Times the bytes of all trained parameters, up to which they are gathered once."""
 _NESTED = 1.25
@@ -96,12 +98,15 @@ def _evaluation(book: Book) -> None:
         "every step" if steps == book.traced else f"{len(steps)} of {plural(len(book.traced), 'traced step')}"
     )
     one_alone = round(each, 2) == 1
-    generating = site is not None and "generat" in site
+    generating = site is not None and _GENERATES.search(site) is not None
+    gathers = sum(one.count for one in mine if one.op == "all_gather")
+    gathered = gathers >= _HALF * forwards * max(1, len(book.groups))
+    key = "forward_without_backward/generating" if generating else "forward_without_backward"
     book.enter(
         mine,
-        "forward_without_backward/generating" if generating else "forward_without_backward",
+        key if gathered or generating else f"{key}/gathered",
         {"forwards_per_step": each, "steps": len(steps), "site": site},
-        calm=bool(steps) and steps <= _without_some_model(book),
+        calm=(generating and not gathered) or (bool(steps) and steps <= _without_some_model(book)),
         run="forward runs" if one_alone else "forwards run",
         whose="its" if one_alone else "their",
         often=often,

@@ -13,7 +13,15 @@ from fsdp2prof.analyzers.findings import listed
 from fsdp2prof.analyzers.sharding.layout import chunk_rows, rows_of_shard
 from fsdp2prof.analyzers.sharding.mistakes import find_mistakes
 from fsdp2prof.analyzers.sharding.recorded import RecordedGroup, group_key, shard_dim
-from fsdp2prof.analyzers.sharding.run_evidence import Outcome, RunEvidence, failed, finding, ok, unknown
+from fsdp2prof.analyzers.sharding.run_evidence import (
+    Outcome,
+    OwnCollectives,
+    RunEvidence,
+    failed,
+    finding,
+    ok,
+    unknown,
+)
 from fsdp2prof.manifest import ParameterInfo, RankManifest
 from fsdp2prof.results.check import CheckRow, RunCheck, UnshardedRow
 from fsdp2prof.results.finding import SEVERITIES, Finding
@@ -258,14 +266,14 @@ _CHECKS: tuple[Callable[[RunEvidence], Outcome], ...] = (
 def check_run(
     run: RunDirectory,
     manifests: Mapping[int, RankManifest],
-    own_all_reduces: Callable[[], Sequence[Sequence[int]] | None] = lambda: None,
+    own_collectives: Callable[[], OwnCollectives | None] = lambda: None,
 ) -> RunCheck:
     """Check how a run was sharded, from the manifests of all its ranks.
 
-    ``own_all_reduces`` gives the elements of each all-reduce that no FSDP module issued, by traced step; None
-    where no trace says. It is called only if gradients may depend on them.
+    ``own_collectives`` gives those that no FSDP module issued; None where no trace says. It is called only if
+    gradients may depend on them.
     """
-    evidence = RunEvidence(run.info, manifests, own_all_reduces)
+    evidence = RunEvidence(run.info, manifests, own_collectives)
     checks, broken = check_structure(evidence)
     findings = [*broken, *find_mistakes(evidence)]
     if evidence.info.wrappers and not evidence.sharded:  # said with the name of what wraps instead

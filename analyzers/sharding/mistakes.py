@@ -251,13 +251,16 @@ def _unreduced_severity(evidence: RunEvidence, whole: Sequence[UnshardedInfo]) -
         return None
     if evidence.info.wrappers:
         return "medium"
-    steps = evidence.own_all_reduces
-    if not steps:
+    own = evidence.own_collectives
+    if own is None or not own.all_reduces:
         return "medium"
+    steps = own.all_reduces
     sizes = Counter(prod(one.shape) for one in whole)
     total = sum(sizes.elements())
     if all(not sizes - Counter(step) or total in step for step in steps):
         return None
+    if own.exchanges:
+        return "info"
     return "medium" if all(sum(step) >= total for step in steps) else "high"
 
 
@@ -267,7 +270,9 @@ def _unless(evidence: RunEvidence, severity: Severity) -> str:
         return ": the recording has no all-reduce for them"
     if evidence.info.wrappers:
         return f", unless {listed(evidence.info.wrappers)} reduces them"
-    if not evidence.own_all_reduces:
+    if severity == "info":
+        return ", unless every rank has experts of its own, as the recording's all-to-alls suggest"
+    if evidence.own_collectives is None or not evidence.own_collectives.all_reduces:
         shown = "which a trace would show (record with --active 1 or more)"
         return f", unless the script reduces them, {shown}, or every rank has experts of its own"
     return ", unless the script's own all-reduces carry them"

@@ -6,6 +6,7 @@ Environment variables that take choices from NCCL, switch transports off, or are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TypeAlias
 
@@ -20,6 +21,16 @@ from fsdp2prof.units import dtype_bytes
 finding = partial(findings.finding, "sharding")
 
 
+@dataclass(frozen=True, slots=True)
+class OwnCollectives:
+    """What the script's own collectives of the traced steps say of gradients that FSDP does not reduce."""
+
+    all_reduces: Sequence[Sequence[int]]
+    """Elements of each all-reduce, by traced step."""
+    exchanges: bool = False
+    """Whether there are all-to-alls: experts on several ranks get tokens, and gradients, from all of them."""
+
+
 class RunEvidence:
     """A run as its ranks describe it."""
 
@@ -27,11 +38,11 @@ class RunEvidence:
         self,
         info: RunInfo,
         manifests: Mapping[int, RankManifest],
-        own_all_reduces: Callable[[], Sequence[Sequence[int]] | None] = lambda: None,
+        own_collectives: Callable[[], OwnCollectives | None] = lambda: None,
     ) -> None:
         self.info = info
         self.manifests = manifests
-        self._own_all_reduces = own_all_reduces
+        self._own_collectives = own_collectives
         self.sharded = {rank: one for rank, one in sorted(manifests.items()) if one.param_groups}
 
     @cached_property
@@ -40,9 +51,9 @@ class RunEvidence:
         return recorded_groups(self.sharded)
 
     @cached_property
-    def own_all_reduces(self) -> Sequence[Sequence[int]] | None:
-        """Elements of the all-reduces that the script issued itself, by traced step; None without a trace."""
-        return self._own_all_reduces()
+    def own_collectives(self) -> OwnCollectives | None:
+        """Collectives that the script issued itself; None without a trace."""
+        return self._own_collectives()
 
     @property
     def world_size(self) -> int:
@@ -166,16 +177,12 @@ def _differing_variables(environments: Mapping[int, Mapping[str, str]]) -> Itera
         yield finding("variables_differ", {"variables": differing})
 
 
-def all_reduces_of(trace: TraceAnalysis) -> list[list[int]] | None:
-    """Return elements of the first rank's all-reduces without a layer, by step; of alike ones their mean.
-
-    None where ranks exchange tokens by all-to-alls: gradients of experts are whole without an all-reduce.
-    """
+def own_collectives_of(trace: TraceAnalysis) -> OwnCollectives:
+    """Return those of the first rank; of alike all-reduces their mean."""
     if not trace.ranks:
-        return []
+        return OwnCollectives([])
     first = trace.ranks[0]
-    if any(row.rank == first.rank and row.op == "all_to_all" for row in trace.groups):
-        return None
+    exchanges = any(row.rank == first.rank and row.op == "all_to_all" for row in trace.groups)
     steps: dict[int, list[int]] = {step.step: [] for step in first.steps}
     for row in trace.groups:
         own = row.rank == first.rank and row.op == "all_reduce" and row.fqn is None
@@ -183,4 +190,4 @@ def all_reduces_of(trace: TraceAnalysis) -> list[list[int]] | None:
             whole = row.payload_bytes // (dtype_bytes(row.dtype or "float32") or 4)
             each = whole // row.count
             steps[row.step] += [each] * (row.count - 1) + [whole - each * (row.count - 1)]
-    return list(steps.values())
+    return OwnCollectives(list(steps.values()), exchanges)

@@ -167,14 +167,14 @@ def _analyze_run(job: JobFiles, options: TraceOptions) -> RunAnalysis:
 
 
 def _setup(job: JobFiles, trace: TraceAnalysis | None) -> list[Finding]:
-    """Return what ``check`` finds in a run's manifests, and in the all-reduces of its analysed steps."""
+    """Return what ``check`` finds in a run's manifests, and in the collectives of its analysed steps."""
     if job.run is None or not job.manifests:
         return []
     from fsdp2prof.analyzers.sharding.check import check_run
-    from fsdp2prof.analyzers.sharding.run_evidence import all_reduces_of
+    from fsdp2prof.analyzers.sharding.run_evidence import own_collectives_of
 
-    reduced = None if trace is None else all_reduces_of(trace)
-    return check_run(job.run, job.manifests, lambda: reduced).findings
+    own = None if trace is None else own_collectives_of(trace)
+    return check_run(job.run, job.manifests, lambda: own).findings
 
 
 def analyze_any(

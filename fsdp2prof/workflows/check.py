@@ -17,6 +17,7 @@ import fsdp2prof
 from fsdp2prof.analyzers.sharding import check
 from fsdp2prof.analyzers.sharding.environment import judge_environment
 from fsdp2prof.analyzers.sharding.parity import judge_parity
+from fsdp2prof.analyzers.sharding.run_evidence import OwnCollectives
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.readers.job.nccl_log import read_transports
 from fsdp2prof.readers.run.directory import open_run, read_manifests
@@ -31,11 +32,11 @@ from fsdp2prof.workflows.job.job_files import open_job
 def check_run(path: Path) -> RunCheck:
     """Check a recorded run. Raises ``RunDirectoryError`` for a folder without a readable manifest."""
     run = open_run(path)
-    return check.check_run(run, read_manifests(run), lambda: _own_all_reduces(path))
+    return check.check_run(run, read_manifests(run), lambda: _own_collectives(path))
 
 
-def _own_all_reduces(path: Path) -> list[list[int]] | None:
-    """Elements of the all-reduces without a layer in every traced step of the first rank that has a trace."""
+def _own_collectives(path: Path) -> OwnCollectives | None:
+    """Collectives without a layer in the traced steps of the first rank that has a trace."""
     job = open_job(path)
     for _, tables in islice(read_tables(job), 1):
         steps: dict[int, list[int]] = {step: [] for step in tables.analysed.step.tolist()}
@@ -45,7 +46,7 @@ def _own_all_reduces(path: Path) -> list[list[int]] | None:
         ):
             if step in steps and table.op[row] == "all_reduce" and table.fqn[row] is None and payload > 0:
                 steps[step].append(payload // (dtype_bytes(table.dtype[row] or "float32") or 4))
-        return list(steps.values())
+        return OwnCollectives(list(steps.values()), "all_to_all" in set(table.op.to_list()))
     return None
 
 

@@ -222,6 +222,7 @@ def test_waiting_for_offloaded_parameters_is_not_a_synchronisation_of_the_script
     ("site", "change"),
     [
         ("generation/utils.py:3235 (_sample)", r"^Keep the model gathered while it generates"),
+        ("ppo.py:80 (rollout)", r"^Keep the model gathered while it generates"),
         (
             "train.py:80 (validate)",
             r"^Run the forward at train\.py:80 \(validate\) every few hundred steps if it only",
@@ -229,10 +230,14 @@ def test_waiting_for_offloaded_parameters_is_not_a_synchronisation_of_the_script
     ],
 )
 def test_generation_is_not_to_be_left_out(site: str, change: str) -> None:
-    forwards = [{"cause": "evaluation", "ns": 9 * MS, "count": 4, "site": site, "phase": "forward"}]
-    (first,) = told(ledger_of(forwards, [sharded()]))
+    """Four layers are gathered in each of four forwards; where they stay gathered, less is said."""
+    forwards = {"cause": "evaluation", "ns": 9 * MS, "count": 4, "site": site, "phase": "forward"}
+    gathers = {"cause": "evaluation", "ns": MS, "count": 16, "op": "all_gather", "phase": "forward"}
+    (first,) = told(ledger_of([forwards, gathers], [sharded()]))
     assert first.remedy is not None
     assert re.match(change, first.remedy.change)
+    kept = told(ledger_of([forwards, gathers | {"count": 4}], [sharded()]))
+    assert ["gathered" in one.remedy.change for one in kept if one.remedy] == [False] * ("validate" in site)
 
 
 @pytest.mark.parametrize("in_turns", [True, False])

@@ -14,7 +14,7 @@ from support.sharded_groups import sharded_group
 from fsdp2prof.analyzers.sharding import check
 from fsdp2prof.analyzers.sharding.check import check_run, check_structure
 from fsdp2prof.analyzers.sharding.mistakes import find_mistakes
-from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence, all_reduces_of
+from fsdp2prof.analyzers.sharding.run_evidence import OwnCollectives, RunEvidence, own_collectives_of
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest, RootInfo, RunInfo, StepInfo, UnshardedInfo
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.run_directory import RunDirectory
@@ -26,7 +26,7 @@ def found(
     unsharded: Sequence[UnshardedInfo] = (),
     wrappers: Sequence[str] = (),
     environment: dict[str, str] | None = None,
-    own_all_reduces: Sequence[Sequence[int]] | None = ((),),
+    own: OwnCollectives | None = OwnCollectives([[]]),  # noqa: B008
 ) -> dict[str, list[Finding]]:
     """Findings by name, of two ranks that say the same."""
     manifests = {
@@ -40,7 +40,7 @@ def found(
         for rank in range(2)
     }
     info = RunInfo(world_size=2, wrappers=list(wrappers))
-    findings = find_mistakes(RunEvidence(info, manifests, lambda: own_all_reduces))
+    findings = find_mistakes(RunEvidence(info, manifests, lambda: own))
     return {name: [one for one in findings if one.id == name] for name in {one.id for one in findings}}
 
 
@@ -106,25 +106,27 @@ def test_variables_of_nccl_are_named_without_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "severity"),
+    ("steps", "exchanges", "severity"),
     [
-        ([[4], [4, 1]], None),  # one for each gradient, beside a metric's
-        ([[9], [9]], None),  # one for both together
-        ([[4, 5], [4, 5, 1]], None),
-        ([[1], [1]], "high"),  # the metric's alone
-        ([[4, 5], []], "high"),  # one step without
-        ([[6, 3], [6, 3]], "medium"),  # as much in sum, cut in another way
-        (None, "medium"),  # no trace
+        ([[4], [4, 1]], False, None),  # one for each gradient, beside a metric's
+        ([[9], [9]], False, None),  # one for both together
+        ([[4, 5], [4, 5, 1]], False, None),
+        ([[1], [1]], False, "high"),  # the metric's alone
+        ([[4, 5], []], False, "high"),  # one step without
+        ([[1], [1]], True, "info"),  # experts of each rank need none
+        ([[6, 3], [6, 3]], False, "medium"),  # as much in sum, cut in another way
+        (None, False, "medium"),  # no trace
     ],
 )
 def test_gradients_that_the_script_reduces_itself(
-    steps: list[list[int]] | None, severity: str | None
+    steps: list[list[int]] | None, exchanges: bool, severity: str | None
 ) -> None:
     """Parameters of 4 and 5 elements in ignored_params."""
     left_out = [msgspec.structs.replace(stray(), kind="parameter", fqn=f"p{n}", shape=[n]) for n in (4, 5)]
     if steps == [[4], [4, 1]]:
         left_out = left_out[:1]
-    named = found([alone(0)], unsharded=left_out, own_all_reduces=steps).get("unreduced_parameters", [])
+    own = None if steps is None else OwnCollectives(steps, exchanges)
+    named = found([alone(0)], unsharded=left_out, own=own).get("unreduced_parameters", [])
     assert [one.severity for one in named] == ([] if severity is None else [severity])
 
 
@@ -265,10 +267,11 @@ def test_all_reduces_of_the_script_are_counted_by_step() -> None:
         analysis.groups[0], op="all_reduce", rank=0, step=first, dtype="float32", count=2, payload_bytes=16
     )
     rows = [replace(one, fqn=None), one, replace(one, fqn=None, rank=1)]
-    found = all_reduces_of(replace(analysis, groups=rows))
-    assert found == [[2, 2], *[[]] * (len(analysis.ranks[0].steps) - 1)]
+    found = own_collectives_of(replace(analysis, groups=rows))
+    assert not found.exchanges
+    assert found.all_reduces == [[2, 2], *[[]] * (len(analysis.ranks[0].steps) - 1)]
     exchanged = [*rows, replace(one, fqn=None, op="all_to_all")]
-    assert all_reduces_of(replace(analysis, groups=exchanged)) is None, "experts need no all-reduce"
+    assert own_collectives_of(replace(analysis, groups=exchanged)).exchanges
 
 
 @pytest.mark.parametrize(
