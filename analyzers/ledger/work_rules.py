@@ -53,7 +53,7 @@ def enter_repeated_update(book: Book) -> None:
     """Enter the optimizer's matrix products where every rank computes all of them.
 
     Each rank does if the optimizer gathers the model's matrices once, and issues nothing else that could
-    exchange results. A rank of N that computes a share saves at most (N - 1) / N: results are then exchanged.
+    exchange results. A rank of N that computes a share saves (N - 1) / N, less a second exchange.
     """
     beside = [one for one in book.left("other_communication") if one.phase == "optimizer"]
     trained = sum(
@@ -67,7 +67,7 @@ def enter_repeated_update(book: Book) -> None:
     if not 0 < gathered <= _ONCE * trained or any(one.op != "all_gather" for one in beside if one.bytes):
         return
     mine = book.take("compute", lambda one: one.why == "update")
-    gain = sum(one.ns for one in mine) * (ranks - 1) / ranks
+    gain = sum(one.ns for one in mine) * (ranks - 1) / ranks - sum(one.ns for one in beside)
     if _is_worth_it(book, gain):
         book.enter(mine, "repeated_update", gain_ns=gain, ranks=ranks, site=book.main_site(beside))
     else:

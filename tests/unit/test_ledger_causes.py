@@ -645,7 +645,7 @@ def test_products_of_an_optimizer_that_gathers_every_matrix_are_to_be_shared(
     if told_as:
         (entry,) = told(ledger)
         assert entry.remedy is not None
-        assert entry.remedy.gain_ns == 10 * MS
+        assert entry.remedy.gain_ns == 9 * MS
 
 
 @pytest.mark.parametrize(("steps", "wait_ms", "named"), [(2, 0, True), (1, 0, False), (2, 4, True)])
