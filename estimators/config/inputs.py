@@ -74,7 +74,11 @@ def make_spec(
     left_out = set() if "norm" in own or not own_norm else {"norm"}
     policy = {option: value for option, value in policy.items() if option not in left_out}
     notes = stack_notes(values.get("stack"), {*own, *left_out})
-    if sizes.pp > 1 and "reshard" not in own:
+    if sizes.pp == 1:
+        policy = {
+            option: value for option, value in policy.items() if option != "pp_end_layers" or option in own
+        }
+    elif "reshard" not in own:
         policy["reshard"] = "never"
         policy.pop("reshard_root", None)
         notes.append("reshard=never: the default with pp, as stages keep parameters between micro-batches")

@@ -357,6 +357,12 @@ class PolicySpec:
         "Pipeline stage to estimate; the first holds the embedding, the last norm and head.",
         planned=True,
     )
+    pp_end_layers: int = of_parallelism(
+        0,
+        Integer(0, MOST_LAYERS),
+        "Layers that the embedding, and the last norm with the head, count as when stages are made "
+        "equally long; torchtitan: 1.",
+    )
     pp_schedule: PipelineSchedule = of_parallelism(
         "1f1b",
         Words(

@@ -66,7 +66,9 @@ def decoder_of(
     return Decoder(embedding=embedding, norm=norms[0], head=head, width=width)
 
 
-def cut_decoder(module: nn.Module, absent: Collection[str], blocks: tuple[str, ...], kept: range) -> None:
+def cut_decoder(
+    module: nn.Module, absent: Collection[str], blocks: tuple[str, ...], kept: Collection[int]
+) -> None:
     """Leave the ``kept`` of a decoder's ``blocks`` under their names, and what is not ``absent``."""
     container = blocks[0].rpartition(".")[0]
     layers = module.get_submodule(container)

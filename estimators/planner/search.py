@@ -173,7 +173,9 @@ def _divides(request: PlanRequest, model: Model, mesh: MeshSpec) -> bool:
         return False
     if mesh.pp > 1 and (model.config is None or model.config.layers % mesh.pp or mesh.pp > 16):
         return False
-    policy: PolicySpec = replace(request.policy, reshard="never") if mesh.pp > 1 else request.policy
+    policy: PolicySpec = replace(
+        request.policy, **({"reshard": "never"} if mesh.pp > 1 else {"pp_end_layers": 0})
+    )
     try:
         check_parallelism(model, mesh, policy)
     except ModelError:

@@ -10,16 +10,43 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.pipeline import has_ends, schedule_rule
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.techniques.pipeline_order import InFlight, enough_micro_batches, in_flight, order_of
+from fsdp2prof.estimators.techniques.pipeline_order import (
+    InFlight,
+    enough_micro_batches,
+    in_flight,
+    order_of,
+    rank_of_stage,
+)
 from fsdp2prof.estimators.techniques.technique import About, Technique
 from fsdp2prof.units import plural
 
 
-def stage_blocks(layers: int, mesh: MeshSpec, stage: int) -> range:
-    """Layers of one pipeline stage: as even as possible, the first stages one longer."""
-    size, longer = divmod(layers, mesh.pp)
-    start = stage * size + min(stage, longer)
-    return range(start, start + size + (stage < longer))
+def blocks_of_stages(layers: int, mesh: MeshSpec, policy: PolicySpec) -> list[range]:
+    """Blocks of every stage: as even as possible, the first stages one longer.
+
+    Embedding, and last norm with head, count as ``policy.pp_end_layers`` blocks each, as in torchtitan's
+    ``generate_llm_fqn_per_model_part``. Raises ``ModelError`` for ends that count more than a stage.
+    """
+    stages, ends = mesh.pp * policy.stages_per_rank, policy.pp_end_layers
+    size, longer = divmod(layers + 2 * ends, stages)
+    if size < max(1, ends):
+        of_rank = "" if policy.stages_per_rank == 1 else f" x {policy.stages_per_rank}"
+        beside = f" and ends that count as {ends} each" if ends else ""
+        raise ModelError(f"mesh: pp={mesh.pp}{of_rank} stages for {layers} layers{beside}")
+    found, start = [], 0
+    for stage in range(stages):
+        count = size + (stage < longer) - ends * ((stage == 0) + (stage == stages - 1))
+        found.append(range(start, start + count))
+        start += count
+    return found
+
+
+def blocks_of_ranks(layers: int, mesh: MeshSpec, policy: PolicySpec) -> list[tuple[int, ...]]:
+    """Blocks of every rank, those of all of its stages. Raises as :func:`blocks_of_stages`."""
+    held: list[tuple[int, ...]] = [()] * mesh.pp
+    for stage, blocks in enumerate(blocks_of_stages(layers, mesh, policy)):
+        held[rank_of_stage(policy.pp_schedule, mesh.pp, stage)] += tuple(blocks)
+    return held
 
 
 def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
@@ -34,7 +61,8 @@ def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
     from fsdp2prof.estimators.models.decoder import cut_decoder
     from fsdp2prof.estimators.models.transformers_plan import TransformersPlan
 
-    kept = stage_blocks(len(model.blocks), mesh, policy.pp_stage)
+    of_ranks = blocks_of_ranks(len(model.blocks), mesh, policy)
+    kept = of_ranks[policy.pp_stage]
     is_first, is_last = has_ends(policy.pp_schedule, mesh.pp, policy.pp_stage)
     blocks = tuple(model.blocks[at] for at in kept)
     if model.decoder is None:
@@ -46,15 +74,20 @@ def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
     plan = model.tensor_parallel
     if isinstance(plan, (BuiltinPlan, TransformersPlan)):
         plan = replace(plan, absent=absent)
+    counts = [len(held) for held in of_ranks]
+    uneven = (
+        f"the ranks of the pipeline hold {', '.join(map(str, counts))} blocks, and the longest sets its pace"
+    )
     return replace(
         model,
+        notes=model.notes if len(set(counts)) == 1 else (*model.notes, uneven),
         blocks=blocks,
         experts=tuple(fqn for fqn in model.experts if fqn.startswith(tuple(f"{one}." for one in blocks))),
         tensor_parallel=plan,
     )
 
 
-def _cut_builtin(model: Model, kept: range, *, is_first: bool, is_last: bool) -> frozenset[str]:
+def _cut_builtin(model: Model, kept: tuple[int, ...], *, is_first: bool, is_last: bool) -> frozenset[str]:
     """Leave the ``kept`` layers of a built-in model, and the ends that it has; return what is not there."""
     from torch import nn
 
@@ -99,15 +132,17 @@ class Pipeline(Technique):
         """Refuse a model that cannot be cut, and what a schedule does not take."""
         if not 0 <= policy.pp_stage < mesh.pp:
             raise ModelError(f"pp_stage: {policy.pp_stage} is not one of the {mesh.pp} pipeline stages")
-        schedule, stages, layers = policy.pp_schedule, policy.stages_per_rank, len(model.blocks)
+        schedule, layers = policy.pp_schedule, len(model.blocks)
         if mesh.pp == 1:
-            if schedule != "1f1b":
-                raise ModelError("pp_schedule: there is no pipeline on this mesh; add pp to it")
+            for option, is_there in (
+                ("pp_schedule", schedule != "1f1b"),
+                ("pp_end_layers", policy.pp_end_layers),
+            ):
+                if is_there:
+                    raise ModelError(f"{option}: there is no pipeline on this mesh; add pp to it")
             return
         if model.width is None:
             raise ModelError(f"mesh: pp={mesh.pp}: {model.name} {model.no_pipeline}")
-        if layers < mesh.pp:
-            raise ModelError(f"mesh: pp={mesh.pp} stages for {layers} layers of {model.name}")
         if policy.reshard != "never":
             raise ModelError(
                 "with pp use reshard=never: stages keep parameters gathered between micro-batches"
@@ -124,10 +159,9 @@ class Pipeline(Technique):
                 f"pp_schedule: {schedule} runs a backward in two parts, and compiled blocks have one: "
                 "torch refuses it; leave compile out"
             )
-        if stages > 1 and layers % (mesh.pp * stages):
+        if not all(blocks_of_ranks(layers, mesh, policy)):
             raise ModelError(
-                f"pp_schedule: {stages} stages on each of {mesh.pp} ranks do not divide the {layers} "
-                f"layers of {model.name}"
+                f"mesh: pp={mesh.pp}: a rank of the pipeline would have no block of {model.name}"
             )
         order_of(schedule, mesh.pp, enough_micro_batches(schedule, mesh.pp, policy.grad_accum))
 

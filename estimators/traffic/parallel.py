@@ -23,6 +23,7 @@ from fsdp2prof.estimators.sharding.groups import ParameterGroup
 from fsdp2prof.estimators.techniques.pipeline_order import neighbours_of
 from fsdp2prof.results.estimate import CommRow
 from fsdp2prof.schedule import Axis, Event, ScheduledGroup, block_counts
+from fsdp2prof.units import plural
 
 
 @dataclass(slots=True)
@@ -146,8 +147,9 @@ def add_parallel_traffic(
     if mesh.pp > 1:
         _add_pipeline(ledger, model, mesh, policy)
         notes.append(
-            f"pipeline stage {policy.pp_stage} of {mesh.pp} as analysed: layers {model.blocks[0]} to "
-            f"{model.blocks[-1]}, one send per micro-batch and neighbour, parameters gathered once a step"
+            f"pipeline stage {policy.pp_stage} of {mesh.pp} as analysed: "
+            f"{plural(len(model.blocks), 'layer')} of {model.blocks[0]} to {model.blocks[-1]}, one send per "
+            "micro-batch and neighbour, parameters gathered once a step"
         )
     return notes
 

@@ -16,12 +16,13 @@ from fsdp2prof.estimators.config.choices import Every
 from fsdp2prof.estimators.config.extra_models import ExtraModel, ExtraModels
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
+from fsdp2prof.estimators.config.pipeline import Interleaved
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.description import policy_as_recorded
 from fsdp2prof.estimators.models.builtin import build_builtin
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.sharding.groups import ShardedParameter, parameter_groups
-from fsdp2prof.estimators.techniques.pipeline import stage_blocks
+from fsdp2prof.estimators.techniques.pipeline import blocks_of_ranks, blocks_of_stages
 from fsdp2prof.estimators.techniques.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.torch_rules import torch_rules
 from fsdp2prof.estimators.traffic.parallel import Ledger
@@ -185,14 +186,41 @@ def test_pipeline_stages(stage, sends, fqns):
     }
 
 
-@given(layers=st.integers(1, 200), stages=st.integers(1, 32))
-def test_stages_hold_every_layer_once(layers, stages):
-    if layers < stages:
+@given(layers=st.integers(1, 200), ranks=st.integers(2, 32), ends=st.integers(0, 2), twice=st.booleans())
+def test_stages_hold_every_layer_once(layers, ranks, ends, twice):
+    """And are equally long to a layer, embedding and head counted as ``ends`` each."""
+    mesh = MeshSpec(pp=ranks)
+    policy = PolicySpec(pp_schedule=Interleaved(2) if twice else "1f1b", pp_end_layers=ends)
+    try:
+        stages = blocks_of_stages(layers, mesh, policy)
+    except ModelError:
+        assert (layers + 2 * ends) // (ranks * (1 + twice)) < max(1, ends)
         return
-    config, mesh = replace(CONFIG, layers=layers), MeshSpec(pp=stages)
-    ranges = [stage_blocks(config.layers, mesh, stage) for stage in range(stages)]
-    assert [layer for held in ranges for layer in held] == list(range(layers))
-    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+    assert [layer for held in stages for layer in held] == list(range(layers))
+    sizes = [len(held) for held in stages]
+    sizes[0] += ends
+    sizes[-1] += ends
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1
+    of_ranks = blocks_of_ranks(layers, mesh, policy)
+    assert of_ranks[0] == (*stages[0], *(stages[ranks] if twice else ()))
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "schedule", "expected"),
+    [
+        # generate_llm_fqn_per_model_part(8, 27), torchtitan 92ed8b318: 29 effective layers in 8 stages
+        (27, 4, Interleaved(2), [3, 4, 4, 4, 4, 3, 3, 2]),
+        (61, 8, Interleaved(2), [3, *[4] * 14, 2]),
+        (32, 4, "1f1b", [8, 9, 8, 7]),
+        (27, 2, "zbv", [7, 7, 7, 6]),
+    ],
+)
+def test_torchtitan_counts_the_ends_as_a_layer(layers, pp, schedule, expected):
+    policy = PolicySpec(pp_schedule=schedule, pp_end_layers=1)
+    assert [len(held) for held in blocks_of_stages(layers, MeshSpec(pp=pp), policy)] == expected
+    if schedule == "zbv":  # the first rank has the first and the last stage
+        assert blocks_of_ranks(layers, MeshSpec(pp=pp), policy)[0] == (*range(7), *range(21, 27))
 
 
 @given(rows=st.integers(1, 300), columns=st.integers(1, 9), shards=st.integers(1, 64))

@@ -139,7 +139,7 @@ def test_a_vs_first_rank_has_both_ends_and_its_last_rank_sends_itself_nothing() 
     ("mesh", "changes", "message"),
     [
         ("dp_shard=2", {"pp_schedule": "interleaved:2"}, "no pipeline"),
-        ("pp=2,dp_shard=2", {"pp_schedule": "interleaved:3", "reshard": "never"}, "do not divide"),
+        ("pp=2,dp_shard=2", {"pp_schedule": "interleaved:3", "reshard": "never"}, "x 3 stages for 2 layers"),
         ("dp_shard=2", {"pp_schedule": "zb1p"}, "no pipeline"),
         ("pp=2,dp_shard=2", {"pp_schedule": "zbv", "reshard": "never", "compile": True}, "leave compile out"),
         ("pp=2,dp_shard=2", {"pp_schedule": "zb1p", "reshard": "never", "ac": "op"}, "allows one backward"),

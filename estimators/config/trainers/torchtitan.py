@@ -121,6 +121,20 @@ def _mesh(run: Reading) -> None:
             run.notes.append(f"{schedule.key} = {schedule.value} does nothing: pipeline parallelism is 1")
         return
     run.set_schedule(schedule)
+    first, last = (
+        run.get(f"parallelism.pipeline_parallel_{end}_stage_less_layers") for end in ("first", "last")
+    )
+    if (1 if first.value is None else first.number()) != (1 if last.value is None else last.number()):
+        run.refuse(last, "embedding and head that count as differently many layers are not modelled")
+    if first.value is not None:
+        run.set("pp_end_layers", first.number(), first, last)
+    for name in (
+        "module_fqns_per_model_part",
+        "pipeline_parallel_split_points",
+        "pipeline_parallel_schedule_csv",
+    ):
+        if (own := run.get(f"parallelism.{name}", f"experimental.{name}")).value:
+            run.refuse(own, "stages of one's own choice are not modelled")
 
 
 def _batch(run: Reading) -> None:
