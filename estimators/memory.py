@@ -45,6 +45,7 @@ from fsdp2prof.estimators.verdict.memory_fit import (
 from fsdp2prof.estimators.verdict.memory_notes import assumptions, outside_allocator_bytes
 from fsdp2prof.estimators.verdict.memory_range import (
     MeasuredPeaks,
+    active_range,
     as_measured,
     memory_class,
     of_older_software,
@@ -276,6 +277,7 @@ def _estimate(
     outside = outside_allocator_bytes(mesh, policy)
     room = room_on(hardware, predicted, outside, unknown)
     missing = None if room is None else max(0, -room.most_bytes)
+    in_use = active_range(predicted.active_bytes, predicted.reserved_bytes, unknown)
     options = remedies(rank.remedies, predicted, mesh, policy, missing, padding)
     return MemoryEstimate(
         model=EstimatedModel(
@@ -300,6 +302,8 @@ def _estimate(
         assumptions=list(told),
         reserved_low_bytes=predicted.reserved_bytes + sum(one.low_bytes for one in unknown),
         reserved_high_bytes=predicted.reserved_bytes + sum(one.high_bytes for one in unknown),
+        active_low_bytes=None if in_use is None else in_use[0],
+        active_high_bytes=None if in_use is None else in_use[1],
         unknowns=unknown,
         depends_on=depends_on(room, outside, unknown),
     )

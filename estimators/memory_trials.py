@@ -19,6 +19,8 @@ from fsdp2prof.units import format_bytes
 _WANTED = 2
 """Changes that fit, after which no more are tried."""
 _TRIALS = 6
+_ALLOCATIONS = 200_000
+"""Of all trials together: a large mixture of experts takes many seconds for each."""
 _PAIRS = 3
 _CHUNKS = 8
 _WIDER = (2, 4, 8, 16)
@@ -26,22 +28,30 @@ _WIDER = (2, 4, 8, 16)
 
 
 def with_tried_changes(
-    estimate: MemoryEstimate, model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, hardware: HardwareSpec
+    estimate: MemoryEstimate,
+    model: ModelSpec,
+    mesh: MeshSpec,
+    policy: PolicySpec,
+    hardware: HardwareSpec,
+    *,
+    allocations: int = 1,
 ) -> MemoryEstimate:
     """Return an estimate that does not surely fit with two changes that do, each estimated.
 
     Single changes come before combinations, and what costs least before what costs more: checkpointing, a
     smaller micro-batch, a loss in pieces, resharding, more ranks, the host. What cannot be enough, by
     the most that its remedies take off, is not tried. An estimate that fits is returned as it is.
+    ``allocations`` of the estimate's own execution say what a trial costs, and so how many there are.
     """
     if estimate.fit is None or estimate.fit == "fits":
         return estimate
     tried: list[TriedChange] = []
     saved = {remedy.action: remedy.saves_bytes for remedy in estimate.remedies}
     missing = max(0, -(estimate.headroom_high_bytes or 0))
+    trials = max(1, min(_TRIALS, _ALLOCATIONS // allocations))
     for chosen in _combined(mesh, policy, saved, missing):
         names = [change.name for change in chosen]
-        if len(tried) == _TRIALS or sum(one.fits for one in tried) == _WANTED:
+        if len(tried) == trials or sum(one.fits for one in tried) == _WANTED:
             break
         if sum(change.most_saved(saved) for change in chosen) < missing:
             continue

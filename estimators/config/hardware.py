@@ -115,6 +115,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def parse(cls, text: str) -> HardwareSpec:
         """Look up a name, take a memory size such as ``80GiB`` alone, or read a YAML or JSON file.
 
+        ``a100-80gb@300W`` is a part at another power limit than its data sheet's.
         Outputs of nccl-tests or rccl-tests, one file or a folder, are the accelerator they ran on, with its
         collectives as measured. Raises ``ModelError``.
         """
@@ -135,7 +136,26 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "hardware 'cpu': no CPU is known by name. Measure it: `fsdp2prof bench -o cpu.json -- "
                 "torchrun --nproc-per-node N`, then --hardware cpu.json (a memory size alone: 64GiB)"
             )
-        return _named(text, known_hardware(), "hardware", " (or give a memory size: 80GiB, or a file)")
+        name, at, limit = text.partition("@")
+        part = _named(name, known_hardware(), "hardware", " (or give a memory size: 80GiB, or a file)")
+        return part.limited_to(limit) if at else part
+
+    def limited_to(self, limit: str) -> HardwareSpec:
+        """Return it at a power limit such as ``300W``. Raises ``ModelError``."""
+        found = re.fullmatch(r"([0-9]+)[wW]", limit.strip())
+        if found is None or not int(found[1]):
+            raise ModelError(
+                f"hardware {self.name}@{limit}: write its power limit in watts, as {self.name}@300W"
+            )
+        if self.watts is None:
+            raise ModelError(f"hardware {self.name}@{limit}: its data sheet's power limit is not known")
+        return msgspec.structs.replace(
+            self,
+            name=f"{self.name}@{found[1]}W",
+            watts=float(found[1]),
+            achieved_at_watts=self.achieved_at_watts or self.watts,
+            is_tried=False,
+        )
 
     @property
     def memory_bytes(self) -> int:

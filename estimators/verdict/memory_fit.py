@@ -15,7 +15,12 @@ from fsdp2prof.estimators.config.optimizers import OptimizerFactory
 from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.sharding.groups import ParameterGroup, ShardedParameter
 from fsdp2prof.estimators.sharding.optimizer_state import optimizer_state_bytes
-from fsdp2prof.estimators.verdict.memory_range import MEASURED, NOT_DECIDING, RECORD_STREAMS
+from fsdp2prof.estimators.verdict.memory_range import (
+    MEASURED,
+    NOT_DECIDING,
+    RECORD_STREAMS,
+    active_range,
+)
 from fsdp2prof.results.estimate import Fit, OutsideAllocator, PredictedPeak, Unknown
 from fsdp2prof.results.peak import Remedy
 from fsdp2prof.units import format_bytes, format_frac
@@ -117,7 +122,7 @@ def verdict(
     place = "before the first step" if peak.step is None else in_step
     lines = [
         f"A rank reserves {_reserved(peak, unknown)}; "
-        f"{format_bytes(peak.active_bytes)} of it is in use {place}."
+        f"{format_bytes(peak.active_bytes)}{_active(peak, unknown)} of it is in use {place}."
     ]
     if room is None or room.fit == "fits" or not options:
         fits = [] if room is None else [f"{fit_sentence(room)}{_spread(room, unknown)}"]
@@ -151,6 +156,14 @@ def _reserved(peak: PredictedPeak, unknown: Sequence[Unknown]) -> str:
         known = low if low == high else f"{low} to {high}"
         return f"{known} at its peak by {words} ({predicted} without)"
     return f"{predicted} at its peak ({low} to {high}, depending on {words})"
+
+
+def _active(peak: PredictedPeak, unknown: Sequence[Unknown]) -> str:
+    """Say the range of what is in use, in brackets."""
+    found = active_range(peak.active_bytes, peak.reserved_bytes, unknown)
+    if found is None or found[0] == found[1]:
+        return ""
+    return f" ({format_bytes(found[0])} to {format_bytes(found[1])})"
 
 
 def fit_sentence(room: Room) -> str:

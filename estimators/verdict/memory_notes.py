@@ -68,6 +68,7 @@ def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[
         f"reserved: the caching allocator with {policy.allocator or 'expandable'} segments, "
         "replayed over two steps, the second with optimizer state",
         f"{_ATTENTION[policy.attention]}; a cuBLAS workspace of {workspace} each for forward and backward",
+        "tensors are freed when the training drops them: none waits in a reference cycle",
         "CUDA context, kernels and NCCL buffers are outside the allocator and given as a range",
     ]
     if captured_policy(mesh, policy) != policy:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp2prof.estimators.allocator.caching import OutOfMemory, allocator_settings, peak_reserved
@@ -102,6 +102,26 @@ def unknowns(
             f"the device decides when their memory is reused; TORCH_NCCL_AVOID_RECORD_STREAMS=1 ends that, "
             f"{told}the allocator waits for the device before it gives up, which costs time and no memory",
         )
+
+
+_OF_SEGMENTS = ("allocator", "cache")
+"""Unknowns of what is reserved beyond what is in use."""
+
+
+def active_range(active: int, reserved: int, unknown: Sequence[Unknown]) -> tuple[int, int] | None:
+    """Return the range of the bytes in use; None where a measured peak takes the range's place.
+
+    The prediction's margin is a share of them as of the ``reserved`` bytes; tensors that may or may not be
+    there are the same bytes in both.
+    """
+    if any(one.name == MEASURED for one in unknown):
+        return None
+    low = high = active
+    for one in unknown:
+        share = active / reserved if one.name == PREDICTION else float(one.name not in _OF_SEGMENTS)
+        low += round(one.low_bytes * share)
+        high += round(one.high_bytes * share)
+    return max(0, low), high
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -403,6 +403,9 @@ class MemoryEstimate(Shown):
     reserved_low_bytes: int | None = None
     """Least reserved peak, with all unknowns at their low end."""
     reserved_high_bytes: int | None = None
+    active_low_bytes: int | None = None
+    """Least bytes in use at the peak; null where a measured peak takes the range's place."""
+    active_high_bytes: int | None = None
     unknowns: list[Unknown] = field(default_factory=list)
     """Unknowns at the ends of the range, the widest first; empty: the peak is not a range."""
     depends_on: list[str] = field(default_factory=list)

@@ -293,7 +293,14 @@ def estimate_memory(
         save_run(save, prediction, estimate_comm(spec.model, spec.mesh, spec.policy))
     estimate = prediction.estimate
     if spec.hardware is not None:
-        estimate = with_tried_changes(estimate, spec.model, spec.mesh, spec.policy, spec.hardware)
+        estimate = with_tried_changes(
+            estimate,
+            spec.model,
+            spec.mesh,
+            spec.policy,
+            spec.hardware,
+            allocations=len(prediction.recording.allocations),
+        )
     return _noted(estimate, spec, described, "memory")
 
 

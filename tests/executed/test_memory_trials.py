@@ -55,3 +55,15 @@ def test_where_nothing_is_enough_the_smallest_is_named() -> None:
 def test_a_run_that_fits_is_left_alone() -> None:
     estimate = estimate_memory(MODEL, MESH, POLICY, hardware=H100)
     assert with_tried_changes(estimate, MODEL, MESH, POLICY, H100) is estimate
+
+
+def test_a_trial_that_costs_much_is_one() -> None:
+    """What an execution allocates says how long the others take."""
+    hardware = device(1 << 30)
+    estimate = estimate_memory(MODEL, MESH, POLICY, hardware=hardware)
+    cheap, dear = (
+        with_tried_changes(estimate, MODEL, MESH, POLICY, hardware, allocations=count)
+        for count in (100_000, 10**6)
+    )
+    assert (len(cheap.tried), len(dear.tried)) == (2, 1)
+    assert dear.tried[0] == cheap.tried[0]

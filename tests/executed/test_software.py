@@ -176,6 +176,9 @@ def test_an_allocator_that_is_not_given_is_a_range() -> None:
     assert between.reserved_high_bytes is not None
     assert between.reserved_low_bytes < min(sizes) <= max(sizes) < between.reserved_high_bytes
     assert between.peak.reserved_bytes == sizes[0]
+    active, margin = between.peak.active_bytes, range_end("memory_with_software_open").value
+    assert between.active_low_bytes == pytest.approx(active * (1 - margin), abs=2)  # segments play no part
+    assert between.active_high_bytes == pytest.approx(active * (1 + margin), abs=2)
     assert {one.name for one in between.unknowns} == {"allocator", "prediction"}
     (allocator,) = [one for one in between.unknowns if one.name == "allocator"]
     assert sizes[1] - sizes[0] in (allocator.low_bytes, allocator.high_bytes)

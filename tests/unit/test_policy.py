@@ -15,6 +15,7 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.option import options_of
 from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.verdict.step_range import speed_class
 
 
 def test_dtypes_have_short_names():
@@ -282,3 +283,28 @@ def test_torch_chooses_cudnns_attention_from_2_11_on(
     stated = HardwareSpec.parse(hardware).attention_tflops
     policy = PolicySpec.from_mapping(options)
     assert policy.attention_on(stated if isinstance(stated, dict) else ()) == kernel
+
+
+def test_a_part_that_one_source_alone_judges_has_the_margin_of_untried_parts() -> None:
+    """Every published A100 step is of one cluster; H100's are of several."""
+    mesh, policy = MeshSpec(dp_shard=8), PolicySpec(torch="2.7")
+    classes = {
+        name: speed_class(mesh, policy, HardwareSpec.parse(name)) for name in ("a100", "h100", "h200", "b200")
+    }
+    assert classes == {
+        "a100": "speed_on_untried_parts",
+        "h100": "speed_of_sharded_models",
+        "h200": "speed_of_sharded_models",
+        "b200": "speed_on_untried_parts",
+    }
+
+
+def test_a_power_limit_is_part_of_the_name() -> None:
+    """244 W leave an A100 half of what it has above idling, and so the root of the half of its clock."""
+    whole, limited = HardwareSpec.parse("a100"), HardwareSpec.parse("a100@244W")
+    assert (limited.name, whole.power_frac) == ("a100-80gb@244W", 1.0)
+    assert limited.power_frac == pytest.approx(0.5**0.5)
+    assert limited.achieved_flops("bfloat16") == pytest.approx(whole.achieved_flops("bfloat16") * 0.5**0.5)
+    assert not HardwareSpec.parse("h100@500W").is_tried
+    with pytest.raises(ModelError, match="write its power limit in watts"):
+        HardwareSpec.parse("a100@fast")
