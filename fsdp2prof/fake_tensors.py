@@ -295,6 +295,26 @@ class FusedRMSNorm(torch.autograd.Function):
         return gradient * x, None if weight is None else gradient.sum(rows).to(weight.dtype)
 
 
+class FusedSwiGLU(torch.autograd.Function):
+    """What Liger's SiLU and product in one kernel reads, writes and keeps: its two factors.
+
+    Source: ``LigerSiLUMulFunction``, whose backward computes SiLU again and writes both gradients over them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        """Stand for the kernel: reads both factors once and writes as much as one."""
+        ctx.save_for_backward(gate, up)
+        return gate * up
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Stand for the kernel of both gradients, which takes no memory."""
+        gate, up = ctx.saved_tensors
+        (gradient,) = gradients
+        return gate.detach().mul_(gradient), up.detach().mul_(gradient)
+
+
 def _as_one_kernel(composed: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``F.rms_norm`` for fake tensors: a host has no kernel for it, and runs several operators."""
 

@@ -21,6 +21,7 @@ Allocator = Literal["expandable", "classic"]
 Attention = Literal["flash", "flash3", "cudnn", "efficient", "math"]
 """``flash`` is FlashAttention-2, ``flash3`` FlashAttention-3, which runs on Hopper alone."""
 Norm = Literal["composed", "fused"]
+Mlp = Literal["composed", "fused"]
 Float8 = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 
 

@@ -62,7 +62,7 @@ def make_spec(
 
     ``mesh`` is text or a table; without it FSDP shards over ``world_size`` ranks, by default one.
     ``tied`` and ``names`` describe the model, as ``with_stack`` takes them; one with norms of its own
-    (``own_norm``) does not run a stack's. Raises ``ModelError``.
+    (``own_norm``) runs neither a stack's nor its SwiGLU. Raises ``ModelError``.
     """
     if not values.get("model"):
         raise ModelError("no model: name a built-in, a config.json or package.module:factory with --model")
@@ -71,7 +71,7 @@ def make_spec(
     sizes = _mesh_of_table(mesh) if isinstance(mesh, Mapping) else MeshSpec.parse(str(mesh), world_size)
     own = values.get("policy", {})
     policy = with_stack(values.get("stack"), own, tied=tied, names=names or {})
-    left_out = set() if "norm" in own or not own_norm else {"norm"}
+    left_out = {"norm", "mlp"} - own.keys() if own_norm else set()
     policy = {option: value for option, value in policy.items() if option not in left_out}
     notes = stack_notes(values.get("stack"), {*own, *left_out})
     if sizes.pp == 1:

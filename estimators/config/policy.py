@@ -25,6 +25,7 @@ from fsdp2prof.estimators.config.choices import (
     Loss,
     LossMode,
     MaskedDocuments,
+    Mlp,
     Norm,
     Prefetch,
     Reshard,
@@ -322,6 +323,12 @@ class PolicySpec:
         None,
         Words(words=get_args(Norm), none=True),
         "RMSNorm of the built-in models: separate operators in fp32, or one kernel; none is composed.",
+    )
+    mlp: Mlp | None = of_software(
+        None,
+        Words(words=get_args(Mlp), none=True),
+        "SiLU and the product of the built-in models' SwiGLU: two operators, or Liger's one kernel; none is "
+        "composed.",
     )
     allocator: Allocator | None = of_software(
         None,

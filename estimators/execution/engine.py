@@ -59,7 +59,7 @@ from fsdp2prof.estimators.execution.training import (
 )
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.documents import documents_apart
-from fsdp2prof.estimators.models.llama import RMSNorm
+from fsdp2prof.estimators.models.llama import FeedForward, RMSNorm
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.techniques.float8.layers import convert_linear_layers
 from fsdp2prof.estimators.techniques.float8.weight import Float8Shard, with_memory
@@ -85,15 +85,22 @@ def attention_kernel(policy: PolicySpec) -> AbstractContextManager[object]:
     return documents_apart(policy.documents)
 
 
-def choose_norm(model: Model, policy: PolicySpec) -> None:
-    """Run the built-in models' RMSNorm as the policy says. Raises ``ModelError`` for a model without any."""
-    if policy.norm is None:
-        return
-    norms = [module for module in model.module.modules() if isinstance(module, RMSNorm)]
-    if not norms:
-        raise ModelError(f"norm: {model.name} has no RMSNorm of the built-in models: leave the option out")
-    for module in norms:
-        module.fused = policy.norm == "fused"
+def choose_kernels(model: Model, policy: PolicySpec) -> None:
+    """Run RMSNorm and SwiGLU of the built-in models as the policy says.
+
+    Raises ``ModelError`` for a model without any.
+    """
+    for option, kind, title in (("norm", RMSNorm, "RMSNorm"), ("mlp", FeedForward, "SwiGLU")):
+        chosen = getattr(policy, option)
+        if chosen is None:
+            continue
+        parts = [module for module in model.module.modules() if isinstance(module, kind)]
+        if not parts:
+            raise ModelError(
+                f"{option}: {model.name} has no {title} of the built-in models: leave the option out"
+            )
+        for module in parts:
+            module.fused = chosen == "fused"
 
 
 class BlockProvenance:
@@ -314,7 +321,9 @@ def _sharded(
     built: Model, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh, graphs: Graphs | None = None
 ) -> Model:
     model = part_of(built, mesh, policy)
-    choose_norm(model, replace(policy, norm="composed") if graphs is not None and policy.norm else policy)
+    chosen = [option for option in ("norm", "mlp") if getattr(policy, option) is not None]
+    composed: dict[str, Any] = dict.fromkeys(chosen, "composed")
+    choose_kernels(model, policy if graphs is None else replace(policy, **composed))
     if policy.float8 is not None:
         model = convert_linear_layers(model, policy.float8, gathered=policy.fp8_all_gather)
     with unset_fake_temporarily():  # a mesh is a real tensor

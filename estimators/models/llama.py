@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import is_fake
 from fsdp2prof.estimators.models.catalog import LatentShape, TransformerConfig
 from fsdp2prof.estimators.models.experts import MixtureOfExperts
 from fsdp2prof.estimators.models.local_tensors import as_local
-from fsdp2prof.fake_tensors import FusedRMSNorm
+from fsdp2prof.fake_tensors import FusedRMSNorm, FusedSwiGLU
 
 
 class RMSNorm(nn.Module):
@@ -145,6 +145,9 @@ class LatentAttention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: ``w2(silu(w1 x) * w3 x)``."""
 
+    fused = False
+    """Run SiLU and the product as one kernel would, on fake tensors."""
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
@@ -153,7 +156,11 @@ class FeedForward(nn.Module):
 
     def forward(self, x_bsd: Tensor) -> Tensor:
         """Transform each position."""
-        out: Tensor = self.w2(F.silu(self.w1(x_bsd)) * self.w3(x_bsd))
+        out: Tensor
+        if self.fused and is_fake(x_bsd):
+            out = self.w2(FusedSwiGLU.apply(self.w1(x_bsd), self.w3(x_bsd)))  # type: ignore[no-untyped-call]
+        else:
+            out = self.w2(F.silu(self.w1(x_bsd)) * self.w3(x_bsd))
         return out
 
 

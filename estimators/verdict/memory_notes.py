@@ -83,6 +83,8 @@ def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[
         )
     if policy.norm is not None:
         notes.append(f"RMSNorm {_NORM[policy.norm]}")
+    if policy.mlp == "fused":
+        notes.append("SiLU and product of SwiGLU as one kernel, which keeps its two factors")
     if policy.reshard_root or (policy.reshard_root is None and policy.reshard == "always"):
         notes.append(
             "the root reshards after forward as configured (torch 2.8 and newer)"

@@ -512,7 +512,7 @@ def _idle(verb: str, given: frozenset[str]) -> list[str]:
     memory_only = {name for name, declared in options.items() if declared.memory_only}
     idle = {
         "memory": _CLUSTER - {"hardware"},
-        "comm": memory_only | _CLUSTER | {"attention", "norm", "fused_kernels"},
+        "comm": memory_only | _CLUSTER | {"attention", "norm", "mlp", "fused_kernels"},
         "step": memory_only,
         "checkpoint": _CLUSTER | (options.keys() - _CHECKPOINTED),
     }[verb]

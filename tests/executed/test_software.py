@@ -159,6 +159,16 @@ def test_operators_that_are_saved_besides_are_kept() -> None:
         PolicySpec(ac_saves=("aten.silu",))
 
 
+def test_a_fused_swiglu_keeps_its_two_factors_alone() -> None:
+    """By hand: SiLU's result, as long as the hidden layer, is not kept; its gradients take no memory."""
+    composed = PolicySpec(seq_len=TOKENS, mlp="composed")
+    fused = replace(composed, mlp="fused")
+    assert kept_by_forward(composed) == kept_by_forward(PolicySpec(seq_len=TOKENS))
+    assert kept_by_forward(composed) - kept_by_forward(fused) == TOKENS * FFN * 2
+    with pytest.raises(ModelError, match="mlp: gpt2 has no SwiGLU of the built-in models"):
+        estimate_memory(GPT, MESH, replace(POLICY, mlp="fused"))
+
+
 def test_products_of_a_shape_that_is_recomputed_are_not_counted() -> None:
     """Of q, k, v, o, w1, w3, w2 the first, third, ... are kept: q, v, w1, w2. Without w1 and w3: q, v, w2."""
     policy = PolicySpec(seq_len=TOKENS, ac="op")

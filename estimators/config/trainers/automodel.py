@@ -166,7 +166,8 @@ def _sharding(run: Reading) -> None:
         run.notes.append(f"{', '.join(others)}: torch's kernels are estimated instead")
     liger = run.get("model.use_liger_kernel")
     if liger.given and not is_on(liger):
-        run.set("norm", "composed", liger)
+        for option in ("norm", "mlp"):
+            run.set(option, "composed", liger)
     precision = run.get("model.backend.te_fp8.recipe")
     if precision.value is not None:
         run.notes.append(

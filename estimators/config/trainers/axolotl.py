@@ -99,6 +99,8 @@ def _attention_and_loss(run: Reading) -> None:
         )
     if is_on(run.get("liger_rms_norm")):
         run.set("norm", "fused", run.get("liger_rms_norm"))
+    if is_on(glu := run.get("liger_glu_activation", "liger_swiglu")):
+        run.set("mlp", "fused", glu)
     fp8 = run.get("fp8")
     if is_on(fp8):
         run.set("float8", "tensorwise", fp8)
