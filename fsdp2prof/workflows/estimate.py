@@ -120,7 +120,15 @@ class Described:
         values = {**self.values, **{key: value for key, value in more.items() if value is not None}}
         if self.read is not None and "seq_len" not in values["policy"]:
             raise UsageError("no file has the sequence length: add --seq-len")
-        spec = make_spec(values, **_head_of(values.get("model")))
+        head = _head_of(values.get("model"))
+        read = {"norm", "mlp"} & values.get("policy", {}).keys() - self.given
+        if self.read is not None and head.get("own_norm") and read:
+            kept = {name: value for name, value in values["policy"].items() if name not in read}
+            spec = make_spec({**values, "policy": kept}, **head)
+            said = f"{' and '.join(sorted(read))} of the files are those of the model's own modules here"
+            spec = replace(spec, notes=(*spec.notes, said))
+        else:
+            spec = make_spec(values, **head)
         _refuse_early(spec)
         return spec
 

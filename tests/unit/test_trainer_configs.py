@@ -546,6 +546,23 @@ def test_a_stacks_norm_is_of_models_that_have_none_of_their_own(tmp_path: Path) 
     assert not any("RMSNorm" in note for note in described.spec().notes)
 
 
+def test_kernels_of_a_file_are_left_out_where_the_model_has_its_own_modules(tmp_path: Path) -> None:
+    """Liger replaces modules of transformers, which an estimate runs as they are."""
+    liger = AXOLOTL + "\nliger_rms_norm: true\nliger_glu_activation: true\n"
+    run = read(tmp_path, ("axolotl.yaml", liger), world_size=8)
+    assert (made(run)["norm"], made(run)["mlp"]) == ("fused", "fused")
+    trained = made(read(tmp_path, ("sft.yaml", TRL + "\nuse_liger_kernel: true"), ("fsdp.yaml", ACCELERATE)))
+    assert [trained[option] for option in ("loss", "norm", "mlp")] == ["fused"] * 3
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    given = {"world_size": 8, "model": str(config)}
+    spec = describe(trainer_files=[tmp_path / "axolotl.yaml"], given=given, policy={}).spec()
+    assert (spec.policy.norm, spec.policy.mlp) == (None, None)
+    assert "mlp and norm of the files are those of the model's own modules here" in spec.notes
+    stated = describe(trainer_files=[tmp_path / "axolotl.yaml"], given=given, policy={"norm": "fused"})
+    assert stated.spec().policy.norm == "fused"  # and is refused when the model is built
+
+
 @pytest.mark.parametrize(
     ("text", "key", "option"),
     [

@@ -292,6 +292,12 @@ def _length(run: Reading, trl: bool) -> None:
         )
 
 
+def read_liger(run: Reading, liger: Value) -> None:
+    """Liger's kernels as transformers' Trainer applies them: its defaults are RMSNorm, SwiGLU, fused loss."""
+    for option in ("loss", "norm", "mlp"):
+        run.set(option, "fused", liger)
+
+
 def _loss(run: Reading) -> None:
     liger, kind = run.get("use_liger_kernel", "use_liger"), run.get("loss_type")
     pairs = run.get("beta", "max_prompt_length")
@@ -305,7 +311,7 @@ def _loss(run: Reading) -> None:
             )
         return
     if is_on(liger):
-        run.set("loss", "fused", liger)
+        read_liger(run, liger)
         return
     if kind.word() == "chunked_nll":
         run.set("loss", "chunked-tokens:256", kind)

@@ -6,6 +6,7 @@ from fsdp2prof.estimators.config.trainers.hugging_face import (
     is_on,
     read_accelerate_fsdp,
     read_attention,
+    read_liger,
     read_lora,
     read_optimizer,
     read_precision,
@@ -55,8 +56,8 @@ def read_llama_factory(run: Reading) -> None:
     read_optimizer(run, "optim")
     norm = run.get("max_grad_norm")
     run.set("clip_grad", float(norm.value or 0) > 0, norm)
-    if is_on(run.get("enable_liger_kernel")):
-        run.set("loss", "fused", run.get("enable_liger_kernel"))
+    if is_on(liger := run.get("enable_liger_kernel")):
+        read_liger(run, liger)
     read_attention(run, run.get("flash_attn"))
     kind = run.get("finetuning_type")
     if kind.word() == "lora":
