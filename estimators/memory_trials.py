@@ -19,7 +19,7 @@ from fsdp2prof.units import format_bytes
 _WANTED = 2
 """Changes that fit, after which no more are tried."""
 _TRIALS = 6
-_ALLOCATIONS = 200_000
+_ALLOCATIONS = 100_000
 """Of all trials together: a large mixture of experts takes many seconds for each."""
 _PAIRS = 3
 _CHUNKS = 8
