@@ -46,8 +46,9 @@ def test_what_is_set_up_right_passes(recorded, name: str, nproc: int, expected: 
     assert found.passed
     assert set(ids(found)) <= {*expected, "root_only"}
     assert set(expected) <= set(ids(found))
-    assert set(states(found).values()) - {"ok"} <= ({"unknown"} if name == "hsdp" else set())
-    assert (states(found)["replicas"] == "unknown") is (name == "hsdp")  # recorded without --verify
+    assert set(states(found).values()) == {"ok"}
+    (replicas,) = (one for one in found.checks if one.name == "replicas")
+    assert ("a sample" in replicas.said, replicas.checked > 0) == ((name == "hsdp",) * 2)
 
 
 def test_rows_of_a_recorded_run_are_what_its_ranks_hold(recorded) -> None:
