@@ -139,7 +139,7 @@ class Pipeline(Technique):
                 ("pp_end_layers", policy.pp_end_layers),
             ):
                 if is_there:
-                    raise ModelError(f"{option}: there is no pipeline on this mesh; add pp to it")
+                    raise ModelError(f"{option}: this mesh has no pipeline; add pp to it")
             return
         if model.width is None:
             raise ModelError(f"mesh: pp={mesh.pp}: {model.name} {model.no_pipeline}")

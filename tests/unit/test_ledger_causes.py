@@ -555,7 +555,7 @@ def test_an_iterator_made_in_every_step_is_to_be_made_once(count: int) -> None:
 
 
 def test_objects_are_to_be_sent_as_tensors() -> None:
-    """Their bytes are as many as the model's, and beside them the host pauses: that is no checkpoint."""
+    """Their bytes are as many as the model's, and the host pauses beside them: it is not a checkpoint."""
     line = "all_gather_object() in train.py:9 (exchange)"
     gathered = {"cause": "other_communication", "ns": 2 * MS, "op": "all_gather", "bytes": 1 << 40,
                 "dtype": "uint8", "site": line}  # fmt: skip
