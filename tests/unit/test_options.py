@@ -48,7 +48,7 @@ def test_a_switch_is_refused_either_way(flag: str) -> None:
         ("dp_shard=4,pp=64", {}, "pp=64 stages for 32 layers"),
         ("dp_shard=4,cp=3", {"seq_len": 4096}, "not a multiple of 6"),
         ("dp_shard=4,ep=2", {}, "which has no experts"),
-        ("dp_shard=4", {"pp_schedule": "zbv"}, "there is no pipeline"),
+        ("dp_shard=4", {"pp_schedule": "zbv"}, "no pipeline"),
         ("dp_shard=4,pp=4", {"pp_schedule": "interleaved:9"}, "pp=4 x 9 stages for 32 layers"),
         (
             "dp_shard=8",
