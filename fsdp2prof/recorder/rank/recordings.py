@@ -60,8 +60,8 @@ class Summaries:
 
 
 LEAST_LEAD = 3
-"""Steps between an announcement and the recording: a rank that waits for others in collectives is no further
-ahead of the leader."""
+"""Steps between an announcement and the recording. Ranks that wait for each other in collectives are at most
+this far ahead of the leader."""
 LEAD_S = 2.0
 """Seconds between them: short steps queue up on a device, and a host gets that far ahead."""
 RECENT_STEPS = 100
