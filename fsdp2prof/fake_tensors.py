@@ -9,7 +9,6 @@ is computed for real beside the fake tensors, which keep their sizes and lifetim
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 import warnings
@@ -33,6 +32,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fsdp2prof.garbage import no_garbage_collection
 
 HAS_FUSED_RMS_NORM = hasattr(torch.ops.aten, "_fused_rms_norm")
 """Whether the installed torch runs ``F.rms_norm`` as one kernel on CUDA."""
@@ -244,9 +245,7 @@ def fake_tensors(
     with ExitStack() as stack:
         stack.callback(setattr, ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
         ShardingPropagator._propagate_tensor_meta_non_cached = propagate_apart  # type: ignore[assignment, method-assign]
-        if gc.isenabled():
-            stack.callback(gc.enable)
-            gc.disable()
+        stack.enter_context(no_garbage_collection())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         for name in _ADVISERS:

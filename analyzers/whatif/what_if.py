@@ -30,6 +30,7 @@ from fsdp2prof.analyzers.whatif.recorded import job_of
 from fsdp2prof.analyzers.whatif.run import Pace, Ran, mean_step_ns, mean_steps_ns, prepare, run
 from fsdp2prof.analyzers.whatif.warp import replayed_trace
 from fsdp2prof.errors import InputError
+from fsdp2prof.garbage import no_garbage_collection
 from fsdp2prof.results.communication import LayerRow
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.results.what_if import WhatIf, WhatIfChange, WhatIfLayer
@@ -65,6 +66,7 @@ def replay_job(ranks: Sequence[tuple[RankProgram, RankSummary]]) -> Ran:
     return prepare(job_of([program for program, _ in ranks], [summary for _, summary in ranks]))
 
 
+@no_garbage_collection()
 def what_if(
     ranks: Sequence[RecordedRank],
     path: str,
@@ -148,6 +150,7 @@ def _late_ranks(row: WhatIfChange) -> int:
     return len(ranks.split(",")) if name == "without " else 0
 
 
+@no_garbage_collection()
 def with_what_ifs(
     analysis: TraceAnalysis,
     ranks: Sequence[tuple[RankProgram, RankSummary]],

@@ -8,10 +8,7 @@ A recording from a file: its orders, stacks, sizes and times must be such that t
 
 from __future__ import annotations
 
-import gc
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fsdp2prof.errors import SnapshotError
+from fsdp2prof.garbage import no_garbage_collection
 from fsdp2prof.readers.limits import MOST_DEVICES, too_many_labels
 from fsdp2prof.readers.memory.snapshot_events import (
     EventColumns,
@@ -52,7 +50,7 @@ _STEP = re.compile(r"ProfilerStep#\d{1,18}")
 def read_snapshot(path: Path) -> list[MemoryRecording]:
     """Read a snapshot: one recording per device with a history or memory. Raises ``SnapshotError``."""
     try:
-        with _no_garbage_collection():
+        with no_garbage_collection():
             recordings = _recordings(load_containers(path), path)
         for recording in recordings:
             check_recording(recording)
@@ -62,18 +60,6 @@ def read_snapshot(path: Path) -> list[MemoryRecording]:
             "write one with torch.cuda.memory._dump_snapshot"
         ) from error
     return recordings
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Keep the collector from walking millions of young containers again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _recordings(snapshot: Any, path: Path) -> list[MemoryRecording]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypedDict
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds
 from fsdp2prof.analyzers.trace.analysis import References
 from fsdp2prof.errors import InputError, SnapshotError, TraceError, UsageError
+from fsdp2prof.garbage import no_garbage_collection
 from fsdp2prof.worker_processes import map_in_processes, usable_cores
 from fsdp2prof.workflows.job.folders import is_trace_name
 from fsdp2prof.workflows.job.job_files import at_hand, seen_from_anywhere
@@ -108,6 +109,7 @@ class Reduced:
         return max((one.rank.peak.allocated_bytes for one in self.memory), default=-1)
 
 
+@no_garbage_collection()
 def reduce_rank(work: RankWork) -> Reduced:
     """Read a rank's files and analyse them as far as a merge needs; keep the reasons of unreadable ones."""
     memory: list[RecordingAnalysis] = []
