@@ -201,6 +201,13 @@ ends_capture = _of_any(lambda row, call: row.ends_capture.fullmatch(call))
 """Whether a host call ends that."""
 stays_on_device = _of_any(lambda row, copy: row.device_copies.search(copy))
 """Whether a copy, by its name, is from device to device: a copy engine can gather, a host cannot."""
+
+
+def blocks_its_host(copy: str) -> bool:
+    """Whether a copy, by its name, is one of ``.item()`` or ``.cpu()``: to memory that is not pinned."""
+    return "DtoH" in copy and "Pinned" not in copy
+
+
 is_collective_kernel = _of_any(lambda row, function: row.collective_kernels.match(function))
 """Whether a kernel is of a kind's library of collectives, by the name of its function alone."""
 is_collective_range = _of_any(lambda row, name: name.startswith(row.collective_ranges))

@@ -14,6 +14,7 @@ from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.machine import waits_for_processors
 from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
 from fsdp2prof.analyzers.steps import added_ns, are_unlike
+from fsdp2prof.backends import blocks_its_host
 from fsdp2prof.manifest import OptimizerInfo
 from fsdp2prof.results.finding import EvidenceValue
 from fsdp2prof.units import plural
@@ -304,7 +305,11 @@ def _syncs(book: Book) -> None:
             [replace(one, cause="offload", count=0) for one in book.take("sync")]
         )  # FSDP waits for its copies
         return
-    copies = [] if worst is None or worst.operator is None else book.take("offload", _blocks_its_host)
+    copies = (
+        []
+        if worst is None or worst.operator is None
+        else book.take("offload", lambda one: blocks_its_host(one.op or ""))
+    )
     mine = [*book.take("sync"), *copies]
     key = "host_sync"
     said: dict[str, Any] = {}
@@ -338,12 +343,6 @@ def _often(count: float) -> str:
         return "once"
     times = f"{count:,.0f} times" if count >= 10 else f"{count:.3g} times"
     return times if round(count, 2) == round(count) else f"on average {times}"
-
-
-def _blocks_its_host(charge: Charge) -> bool:
-    """Whether a copy is one of ``.item()`` or ``.cpu()``: to memory that is not pinned."""
-    name = charge.op or ""
-    return "DtoH" in name and "Pinned" not in name
 
 
 _OPERATORS_EACH = 3

@@ -266,11 +266,25 @@ def _no_host_syncs(changed: Changed) -> Changed:
     if not any(point.syncs for program in changed.job for point in program.points):
         raise NotApplicableError("no call of this run synchronizes the host with the device")
     job = []
+    copies: set[int] = set()
     for program in changed.job:
+        awaited = (p.awaits for p in program.points if p.syncs and p.awaits is not None)
+        copies.update(id(one) for one in awaited if one.role == "to_host")
         points = [replace(p, awaits=None, syncs=False) if p.syncs else p for p in program.points]
         job.append(replace(program, points=points))
         job[-1].waits = program.waits  # launches keep their order
-    return replace(changed, job=job)
+    changed = replace(changed, job=job)
+    if not copies:
+        return changed
+    pace = changed.pace
+
+    def activity_ns(one: Activity) -> int:
+        return 0 if id(one) in copies else pace.activity_ns(one)
+
+    note = "the copies to the host that were waited for are left out, too"
+    return replace(
+        changed, pace=replace(pace, activity_ns=activity_ns), assumptions=(*changed.assumptions, note)
+    )
 
 
 def _no_data_loader(changed: Changed) -> Changed:

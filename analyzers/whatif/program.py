@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeAlias
 
 Kind: TypeAlias = Literal["compute", "fsdp_copy", "memcpy", "collective"]
 
-Role: TypeAlias = Literal["", "copy_in", "copy_out", "reduce"]
-"""What one of FSDP2's own copies is for; empty is anything else."""
+Role: TypeAlias = Literal["", "copy_in", "copy_out", "reduce", "to_host"]
+"""What one of FSDP2's own copies is for, or that another copy blocks its host; empty is anything else."""
 
 
 @dataclass(slots=True, eq=False)

@@ -115,7 +115,17 @@ def _activities(tables: RankTables, *, on_device: bool) -> tuple[dict[int, Activ
     ]
     fqn, phase = phases.fqn.lookup(work.phase_row), phases.phase.lookup(work.phase_row)
     activity = phases.activity.lookup(work.phase_row)
-    numbers = (work.start_ns, work.end_ns, work.stream, work.is_fsdp, work.is_memcpy, step, work.event)
+    blocks = tables.trace.events.name.matches(backends.blocks_its_host)[work.event] & work.is_memcpy
+    numbers = (
+        work.start_ns,
+        work.end_ns,
+        work.stream,
+        work.is_fsdp,
+        work.is_memcpy,
+        blocks,
+        step,
+        work.event,
+    )
     rows = zip(
         *(column.tolist() for column in numbers),
         fqn.to_list(),
@@ -123,7 +133,7 @@ def _activities(tables: RankTables, *, on_device: bool) -> tuple[dict[int, Activ
         activity.to_list(),
         strict=True,
     )
-    for index, (start, end, stream, own, copies, number, event, of, during, doing) in enumerate(
+    for index, (start, end, stream, own, copies, blocks_host, number, event, of, during, doing) in enumerate(
         rows, len(table)
     ):
         found[index] = Activity(
@@ -135,7 +145,7 @@ def _activities(tables: RankTables, *, on_device: bool) -> tuple[dict[int, Activ
             step=number,
             fqn=of,
             phase=during or "other",
-            role=_ROLES.get(doing or "", "") if own else "",
+            role=_ROLES.get(doing or "", "") if own else "to_host" if blocks_host else "",
             origin=index,
         )
         events[event] = index

@@ -338,7 +338,7 @@ DEVICES: list[Case] = [
         "float32_without_tensor_cores",
         "bfloat16|matmul_precision",
         schedule(_kernels((SGEMM,))),
-        schedule(_kernels((*[GEMM] * 11, SGEMM))),
+        schedule(_kernels((*[GEMM] * 39, SGEMM))),
     ),
     *_fault(
         "fp32-attention",
@@ -491,15 +491,6 @@ DEVICES: list[Case] = [
         None,
     ),
     *_fault(
-        "prefetch",
-        "no explicit prefetch, gathers launched late, eight ranks",
-        "all_gather_launched_late all_gather_behind_stream",
-        "prefetch",
-        schedule(blocks(8, late_ns=3500 * US, forward_ns=3 * MS, all_gather_ns=2500 * US), shard=8),
-        schedule(blocks(8, late_ns=40 * US), shard=8),
-        excused="host_bound",
-    ),
-    *_fault(
         "recompile",
         "compiling in a traced step on one of two ranks",
         "recompilation straggler",
@@ -594,6 +585,10 @@ DEVICES: list[Case] = [
     _healthy("symmetric", schedule(blocks(8), shard=8, flavour="symmetric_memory")),
     _healthy("copy-engine", schedule(blocks(8), shard=4, flavour="copy_engine")),
     _healthy("one-step", schedule(blocks(8), shard=8, steps=1)),
+    _healthy(
+        "late-gathers",
+        schedule(blocks(8, late_ns=3500 * US, forward_ns=3 * MS, all_gather_ns=2500 * US), shard=8),
+    ),
     _healthy(
         "long-blocks",
         schedule(blocks(4, forward_ns=40 * MS, backward_ns=80 * MS, kernels=40), shard=4, steps=3),

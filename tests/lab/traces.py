@@ -266,16 +266,9 @@ def _busy_host(**fields: Any) -> Schedule:
     return schedule(blocks(kernels=10, host_ns=60 * US, forward_ns=MS, backward_ns=2 * MS, **fields))
 
 
-def _late_host(*, prefetch: bool) -> Schedule:
-    """Blocks before which the host needs as long as the device computes."""
-    root, *children = blocks(late_ns=3 * MS, forward_ns=3 * MS, all_gather_ns=2 * MS)
-    following = [(one.fqn,) for one in children[1:]]
-    if prefetch:
-        children = [
-            replace(one, forward_prefetch=after)
-            for one, after in zip(children, [*following, ()], strict=True)
-        ]
-    return schedule((root, *children))
+def _late_host() -> Schedule:
+    """Blocks before which the host needs as long as the device computes: prefetching ends no step earlier."""
+    return schedule(blocks(late_ns=3 * MS, forward_ns=3 * MS, all_gather_ns=2 * MS))
 
 
 def _with_ends(gather_ns: int, reduce_ns: int) -> Schedule:
@@ -358,14 +351,6 @@ TRACES: list[Case] = [
         _micro_batches(sync=True, reduce_ns=200 * US),
         mended=_micro_batches(sync=False, reduce_ns=9 * MS),
         name="sync",
-    ),
-    *_fault(
-        "no prefetch",
-        "all_gather_launched_late all_gather_behind_stream",
-        "prefetch",
-        _late_host(prefetch=False),
-        schedule(blocks(late_ns=50 * US)),
-        mended=_late_host(prefetch=True),
     ),
     *_fault(
         "whole model in one unit",
@@ -536,6 +521,7 @@ TRACES: list[Case] = [
                                                 shard=2, mark_roots=True)),
     _healthy("ranges", "annotations of the user's own", schedule(user_ranges=True)),
     _healthy("input-stream", "inputs on a stream of their own", schedule(input_stream=True)),
+    _healthy("late-host", "gathers launched late, but hidden", _late_host()),
     _healthy("one-rank-trace", "one rank of two recorded", [HEALTHY]),
 ]  # fmt: skip
 """Every synthetic case."""

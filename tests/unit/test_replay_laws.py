@@ -103,11 +103,11 @@ def changed(job: Job, *changes: Change) -> tuple[Changed, Ran] | None:
 
 
 def busy(ran: RankRun, stream: int) -> int:
-    """Time in which a stream runs anything but a collective, which may only wait."""
+    """Time in which a stream runs anything but collectives, which may only wait, and copies to the host."""
     mine = [
         (ran.started[index], ran.ended[index])
         for index, one in ran.program.activities.items()
-        if one.stream == stream and one.kind != "collective" and analysed(ran, one)
+        if one.stream == stream and one.kind != "collective" and one.role != "to_host" and analysed(ran, one)
     ]
     total = reached = 0
     for begin, end in sorted(mine):
