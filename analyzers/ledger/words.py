@@ -23,7 +23,7 @@ _HIDING = 0.3
 _UNEXPLAINED = ("queued", "unknown")
 """Causes that say that time is lost, and not to what."""
 _MUCH = 0.1
-"""Fraction of a step from which such a loss is named."""
+"""Fraction of a step from which such a loss, or the second cause, is named."""
 _NAMED = 3
 """Causes that one sentence names."""
 _ROUNDING = 0.005
@@ -102,13 +102,17 @@ def of_step(ledger: Ledger) -> str:
 
 
 def bound(ledger: Ledger) -> str:
-    """Say which cause takes most of the step."""
+    """Say which cause takes most of the step, and which one is next where it takes much, too."""
     if not ledger.entries or not ledger.step_ns:
         return ""
     first, *others = sorted(ledger.entries, key=lambda entry: -entry.ns)
     of = "traced step" if differs_traced(ledger.step_ns, ledger.unrecorded_step_ns) else "step"
     part = "Most" if first.frac >= _MOST else "The largest part"
-    then = f", then {others[0].title} ({format_ns(others[0].ns)})" if others and first.frac < _MOST else ""
+    second = next((one for one in others if first.frac < _MOST or one.cause != "tracing"), None)
+    if second is None or (first.frac >= _MOST and second.frac < _MUCH):
+        then = ""
+    else:
+        then = f", then {second.title} ({format_ns(second.ns)})"
     return f"{part} of the {of} is {first.title}: {format_ns(first.ns)} ({format_frac(first.frac)}){then}."
 
 

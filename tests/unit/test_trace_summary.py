@@ -208,7 +208,10 @@ def test_the_verdict_says_what_bounds_a_step_that_needs_no_change() -> None:
     ]
     analysis = on_a_gpu(replace(analysis, ranks=traced))
     assert analysis.verdict[0] == "Nothing to fix was found."
-    assert analysis.verdict[1] == "A traced step takes 50.0 ms. Most of the step is compute: 30.0 ms (60.0%)."
+    assert analysis.verdict[1] == (
+        "A traced step takes 50.0 ms. Most of the step is compute: 30.0 ms (60.0%), "
+        "then the first all-gather and the last reduce-scatter (7.00 ms)."
+    )
 
 
 @pytest.mark.parametrize(
