@@ -5,6 +5,7 @@ from __future__ import annotations
 import compileall
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -43,6 +44,22 @@ def pytest_configure(config: pytest.Config) -> None:
             compileall.compile_dir(REPOSITORY / folder, quiet=2)
     if config.getoption("--without-torch"):
         sys.meta_path.insert(0, _NoTorch())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all cases of a test marked ``sampled(n)`` slow but ``n``, spread evenly over them."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") is not None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for each in cases.values():
+        mark = each[0].get_closest_marker("sampled")
+        assert mark is not None
+        chosen = {len(each) * n // mark.args[0] for n in range(mark.args[0])}
+        for number, item in enumerate(each):
+            if number not in chosen:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

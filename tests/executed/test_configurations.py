@@ -114,6 +114,7 @@ def test_an_encoder_with_a_decoder_is_not_read_as_its_decoder(model_type: str, t
 
 
 @pytest.mark.parametrize("name", BUILT)
+@pytest.mark.sampled(8)
 def test_each_is_built_as_published(name):
     model = build_model(source(name), seq_len=128)
     values = json.loads((CONFIGS / f"{name}.json").read_text())

@@ -174,6 +174,7 @@ def test_interleaving_shortens_the_bubble_and_changes_no_work() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.sampled(6)
 def test_a_saved_step_of_any_schedule_is_analysed_as_it_was_simulated(
     schedule: PipelineSchedule, stage: int
 ) -> None:

@@ -415,6 +415,7 @@ def test_context_parallelism_is_torchs_ring_attention():
 
 
 @pytest.mark.parametrize(("script", "nproc"), RECORDED)
+@pytest.mark.sampled(3)
 def test_a_recorded_run_from_its_manifest(recorded, script, nproc):
     recording = recorded(script, nproc)
     for record, counted in zip(open_run(recording.run).ranks, recording.counts, strict=True):

@@ -53,7 +53,7 @@ def gpu_day(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture(scope="module", params=["made here", "from a GPU"])
+@pytest.fixture(scope="module", params=[pytest.param("made here", marks=pytest.mark.slow), "from a GPU"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     if request.param == "from a GPU":
         if not FROM_A_GPU.is_dir():

@@ -88,14 +88,17 @@ def run_of(memory: Path, root: Path) -> Path:
 @pytest.mark.real_data
 class TestFromElsewhere:
     @pytest.mark.parametrize("file", shared("trace"), ids=lambda file: file.name)
+    @pytest.mark.sampled(6)
     def test_traces(self, file: Path) -> None:
         ends_well("analyze", "trace", file)
 
     @pytest.mark.parametrize("file", shared("npz"), ids=lambda file: file.name)
+    @pytest.mark.sampled(6)
     def test_recordings(self, file: Path, tmp_path: Path) -> None:
         assert ends_well("analyze", "memory", run_of(file, tmp_path / "run")).returncode == 1
 
     @pytest.mark.parametrize("file", shared("config"), ids=lambda file: file.name)
+    @pytest.mark.sampled(6)
     def test_configurations(self, file: Path) -> None:
         assert ends_well("estimate", "comm", "--config", file).returncode == 1
         assert ends_well("estimate", "memory", "--config", file).returncode == 1

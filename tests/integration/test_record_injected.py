@@ -34,6 +34,7 @@ def test_a_sample_of_everything(tmp_path: Path) -> None:
     unbroken(tmp_path / "broken", sample)
 
 
+@pytest.mark.slow
 def test_a_sample_of_one_rank_of_two(tmp_path: Path) -> None:
     """The other rank neither waits for it nor goes another way."""
     entered = functions(tmp_path / "count", ["try"], calls=(1,), ranks=2, only_rank=1)

@@ -117,6 +117,7 @@ def scheduled(*shape, **options):
 @pytest.mark.parametrize(
     ("shape", "repeat"), [((1, 1, 2), 0), ((2, 3, 1), 0), ((0, 1, 3), 0), ((5, 1, 2), 0), ((1, 0, 1), 2)]
 )
+@pytest.mark.sampled(12)
 def test_a_schedule_of_its_own(compare, shape, repeat, at_step):
     manifest = compare(scheduled(*shape, repeat=repeat), at_step=at_step)
     if manifest.state != "complete":
@@ -154,6 +155,7 @@ def test_what_it_interrupts_is_kept(compare):
 
 @pytest.mark.parametrize("first", range(7))
 @pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.sampled(6)
 def test_a_profiler_around_some_steps(compare, first, length):
     def train(training):
         losses = [training.step() for _ in range(first)]
@@ -235,6 +237,7 @@ POINTS = ["_prepare_profiler", "_enable_profiler", "_disable_profiler", "export_
 
 @pytest.mark.parametrize("at_step", [None, 0, 4])
 @pytest.mark.parametrize("point", POINTS)
+@pytest.mark.sampled(6)
 def test_delays_wherever_the_two_meet(compare, monkeypatch, point, at_step):
     owner = {"export_chrome_trace": entry_points.profile, "_compress": tracing}.get(point, entry_points)
     original = getattr(owner, point)
