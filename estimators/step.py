@@ -84,6 +84,7 @@ def predict_step(
 
     ``measured`` is of this very run, ``anchors`` are other runs and what was measured of them.
     """
+    cluster.check_network(mesh)
     program = program_of(model, mesh, policy)
     if measured is None and not anchors:
         return simulate_program(program, model, mesh, policy, cluster, calibration)

@@ -113,6 +113,13 @@ class Cluster:
             stride *= sizes[name]
         return self.place(sizes[dimension], stride)
 
+    def check_network(self, mesh: MeshSpec) -> None:
+        """Raise ``ModelError`` where a mesh needs a network between nodes and none is given."""
+        sizes = {"tp": mesh.tp, "fsdp": mesh.fsdp_size, "dp_replicate": mesh.dp_replicate, "pp": mesh.pp}
+        for dimension, size in sizes.items():
+            if size > 1:
+                self.placement(mesh, dimension)
+
     def place(self, ranks: int, stride: int) -> Placement:
         """Where groups are whose ranks are ``stride`` apart."""
         span = ranks * stride
@@ -121,7 +128,8 @@ class Cluster:
         if self.network is None:
             raise ModelError(
                 f"{span} ranks are more than one node of {self.gpus_per_node} GPUs: name the network "
-                "between nodes (--network 400gb-ib), or say that a node is larger (--gpus-per-node)"
+                "between nodes (--network 400gb-ib), or how many GPUs NVLink joins (--gpus-per-node, "
+                "72 in an NVL72 rack)"
             )
         per_node = max(1, self.gpus_per_node // stride)
         return Placement(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,15 @@ class Lora(Written):
 
     r: int
     targets: tuple[str, ...]
-    """Names of linear layers, without their path."""
+    """Names of linear layers, without their path, or ``experts``; a ? follows one that may be missing."""
     alpha: float
     """Scales the adapters by ``alpha / r``; of no matter to sizes."""
     base: str | None = None
     """Dtype of the frozen weights, or one of ``QUANTIZED`` for the linear layers in blocks; None is that of
     all parameters."""
+
+    runs: int = 1
+    """Runs that have adapters of their own side by side; the batch is the first one's."""
 
     @property
     def quantized(self) -> str | None:
@@ -32,12 +36,13 @@ class Lora(Written):
 
     def __str__(self) -> str:
         base = "" if self.base is None else f",base={self.base}"
-        return f"r={self.r},targets={'+'.join(self.targets)}{base}"
+        runs = "" if self.runs == 1 else f",runs={self.runs}"
+        return f"r={self.r},targets={'+'.join(self.targets)}{base}{runs}"
 
 
 @dataclass(frozen=True, slots=True)
 class LoraText:
-    """``r=K,targets=NAME+NAME``, perhaps ``base=DTYPE`` or ``base=nf4``; or nothing."""
+    """``r=K,targets=NAME+NAME``, perhaps ``base=DTYPE`` or ``base=nf4``, ``runs=K``; or nothing."""
 
     @property
     def values(self) -> str:
@@ -49,7 +54,7 @@ class LoraText:
         if value is None or isinstance(value, Lora):
             return value
         given = dict(part.partition("=")[::2] for part in str(value).split(","))
-        unknown = sorted(set(given) - {"r", "targets", "base"})
+        unknown = sorted(set(given) - {"r", "targets", "base", "runs"})
         if unknown or not given.get("r", "").isdecimal() or int(given["r"]) < 1:
             raise ValueError(f"{value!r} is not r=K,targets=NAME+NAME, with a rank of at least 1")
         targets = tuple(given.get("targets", "").split("+"))
@@ -59,6 +64,13 @@ class LoraText:
         if base in _NOT_MODELLED:
             modelled = ", base=".join(QUANTIZED)
             raise ValueError(f"base={base} is not modelled; base={modelled} and base=bf16 are")
-        rank = int(given["r"])
+        rank, runs = int(given["r"]), given.get("runs", "1")
+        if not runs.isdecimal() or int(runs) < 1:
+            raise ValueError(f"{value!r}: runs={runs} is not a number of runs")
         held = base if base is None or base in QUANTIZED else Dtype().read(base)
-        return Lora(r=rank, targets=targets, alpha=2.0 * rank, base=held)
+        return Lora(r=rank, targets=targets, alpha=2.0 * rank, base=held, runs=int(runs))
+
+
+def peft_targets(names: Iterable[str]) -> str:
+    """Targets as a trainer takes them that adapts what there is: names without a layer are left out."""
+    return "+".join(f"{name}?" for name in names)

@@ -180,8 +180,8 @@ class PolicySpec:
     lora: Lora | None = of_training(
         None,
         LoraText(),
-        "Low-rank adapters beside the linear layers of these names; the rest is frozen, in base=DTYPE, or "
-        "in 4 bits: base=nf4 (torchao), base=bnb-nf4 (bitsandbytes).",
+        "Low-rank adapters beside the linear layers of these names, or experts; the rest is frozen, in "
+        "base=DTYPE, or in 4 bits: base=nf4 (torchao), base=bnb-nf4 (bitsandbytes).",
     )
     trainable: str | None = of_training(
         None, Regex(), "Searched in parameter names; parameters without a match are frozen."

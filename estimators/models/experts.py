@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +26,7 @@ from torch.distributed._functional_collectives import (
 from fsdp2prof.estimators.models.catalog import ExpertShape, TransformerConfig
 from fsdp2prof.estimators.models.local_tensors import as_local
 
-_ALIGNMENT = 8
+ALIGNMENT = 8
 """Rows to whose multiple each expert's are padded, as the grouped product needs in bf16."""
 _ACTIVATION_LIMIT = 7.0
 _ACTIVATION_SLOPE = 1.702
@@ -81,8 +80,50 @@ class Router(nn.Module):
         return top, selected
 
 
-_Three: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
-_Biases: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None]"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLayer:
+    """One projection of the experts on plain tensors, of all (X first) or of one."""
+
+    weight: Tensor
+    bias: Tensor | None
+    adapter: tuple[Tensor, Tensor, float] | None
+    """A (X, r, in), B (X, out, r) and their scale."""
+
+    def of(self, expert: int) -> ExpertLayer:
+        """That of one expert."""
+        return ExpertLayer(
+            weight=self.weight[expert],
+            bias=None if self.bias is None else self.bias[expert],
+            adapter=None
+            if self.adapter is None
+            else (self.adapter[0][expert], self.adapter[1][expert], self.adapter[2]),
+        )
+
+    def apart(self, x: Tensor) -> Tensor:
+        """Transform rows of one expert."""
+        out = F.linear(x, self.weight, self.bias)
+        if self.adapter is None:
+            return out
+        a, b, scale = self.adapter
+        return out + F.linear(F.linear(x, a), b) * scale
+
+    def grouped(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """Transform rows of all experts, up to ``offsets`` of each."""
+        out = _grouped_product(x, self.weight, offsets)
+        if self.bias is not None:
+            rows = torch.arange(x.shape[0], device=x.device)
+            of_row = torch.searchsorted(offsets, rows, right=True).clamp(max=len(self.bias) - 1)
+            out = out + self.bias[of_row]
+        if self.adapter is None:
+            return out
+        a, b, scale = self.adapter
+        return out + _grouped_product(_grouped_product(x, a, offsets), b, offsets) * scale
+
+
+def _grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    grouped = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
+    out: Tensor = grouped(x, weight.transpose(-2, -1), offs=offsets)
+    return out
 
 
 class GroupedExperts(nn.Module):
@@ -95,6 +136,10 @@ class GroupedExperts(nn.Module):
     """How tokens of other ranks reach them."""
     ranks = 1
     """Tensor-parallel ranks that sum their results: each holds a part of every expert."""
+    left_out = False
+    """Transform as without adapters."""
+    scale: float
+    """Of adapters."""
 
     def __init__(self, config: TransformerConfig, shape: ExpertShape) -> None:
         super().__init__()
@@ -107,24 +152,38 @@ class GroupedExperts(nn.Module):
             size = biases.get(name)
             self.register_parameter(name, None if size is None else nn.Parameter(torch.empty(count, size)))
 
+    def add_adapters(self, rank: int, runs: int, scale: float) -> None:
+        """Put low-rank adapters of ``runs`` runs beside every projection; the first run's are used."""
+        for name in ("w1", "w2", "w3"):
+            count, out, into = getattr(self, name).shape
+            for run in range(runs):
+                of_run = str(run) if run else ""
+                for part, shape in (("a", (count, rank, into)), ("b", (count, out, rank))):
+                    adapter = nn.Parameter(torch.empty(shape))
+                    self.register_parameter(f"{name}_lora_{part}{of_run}", adapter)
+        self.scale = scale
+
     def forward(self, x_rd: Tensor, counts_x: Tensor) -> Tensor:
         """Transform rows (R, D), sorted by their experts, ``counts_x`` of each."""
-        weights = as_local(self.w1), as_local(self.w2), as_local(self.w3)
-        b1, b2, b3 = (None if bias is None else as_local(bias) for bias in (self.b1, self.b2, self.b3))
-        if b2 is not None and self.ranks > 1:
-            b2 = b2 / self.ranks
-        biases = b1, b2, b3
+        layers = tuple(self._layer(which) for which in "123")
         if has_grouped_products() and self.w1.dtype == torch.bfloat16:
             offsets = torch.cumsum(counts_x, dim=0, dtype=torch.int32)
-            return self._transform(x_rd, weights, biases, offsets)
-        parts = torch.tensor_split(x_rd, weights[0].shape[0])
-        return torch.cat([self._one(one, weights, biases, part) for one, part in enumerate(parts)])
+            first, second, third = layers
+            hidden = self._activate(first.grouped(x_rd, offsets), third.grouped(x_rd, offsets))
+            return second.grouped(hidden, offsets)
+        parts = torch.tensor_split(x_rd, layers[0].weight.shape[0])
+        return torch.cat([self._one([layer.of(one) for layer in layers], x) for one, x in enumerate(parts)])
 
-    def _transform(self, x_rd: Tensor, weights: _Three, biases: _Biases, offsets: Tensor) -> Tensor:
-        (w1, w2, w3), (b1, b2, b3) = weights, biases
-        gate = self._product(x_rd, w1, b1, offsets)
-        up = self._product(x_rd, w3, b3, offsets)
-        return self._product(self._activate(gate, up), w2, b2, offsets)
+    def _layer(self, which: str) -> ExpertLayer:
+        weight, bias = as_local(getattr(self, f"w{which}")), getattr(self, f"b{which}")
+        bias = None if bias is None else as_local(bias)
+        if which == "2" and bias is not None and self.ranks > 1:
+            bias = bias / self.ranks
+        adapter = None
+        if not self.left_out and hasattr(self, f"w{which}_lora_a"):
+            a, b = (as_local(getattr(self, f"w{which}_lora_{part}")) for part in "ab")
+            adapter = a, b, self.scale
+        return ExpertLayer(weight=weight, bias=bias, adapter=adapter)
 
     def _activate(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.b1 is None:
@@ -132,18 +191,9 @@ class GroupedExperts(nn.Module):
         gate, up = gate.clamp(max=_ACTIVATION_LIMIT), up.clamp(-_ACTIVATION_LIMIT, _ACTIVATION_LIMIT)
         return gate * torch.sigmoid(_ACTIVATION_SLOPE * gate) * (up + 1)
 
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-        grouped = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
-        out: Tensor = grouped(x, weight.transpose(-2, -1), offs=offsets)
-        if bias is None:
-            return out
-        rows = torch.arange(x.shape[0], device=x.device)
-        return out + bias[torch.searchsorted(offsets, rows, right=True).clamp(max=len(bias) - 1)]
-
-    def _one(self, expert: int, weights: _Three, biases: _Biases, x: Tensor) -> Tensor:
-        w1, w2, w3 = (weight[expert] for weight in weights)
-        b1, b2, b3 = (None if bias is None else bias[expert] for bias in biases)
-        return F.linear(self._activate(F.linear(x, w1, b1), F.linear(x, w3, b3)), w2, b2)
+    def _one(self, layers: Sequence[ExpertLayer], x: Tensor) -> Tensor:
+        first, second, third = layers
+        return second.apart(self._activate(first.apart(x), third.apart(x)))
 
 
 class SharedExperts(nn.Module):
@@ -237,7 +287,7 @@ def _by_expert(rows: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
     """
     count = rows.shape[0]
     each = -(-count // experts)
-    size = experts * (-(-each // _ALIGNMENT) * _ALIGNMENT)
+    size = experts * (-(-each // ALIGNMENT) * ALIGNMENT)
     places = torch.arange(size, device=rows.device).clamp(max=count)
     if count % (experts * ranks) == 0 and size == count:
         places = places.view(ranks, experts, -1).transpose(0, 1).reshape(-1)

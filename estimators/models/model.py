@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fsdp2prof.estimators.models.decoder import Decoder
     from fsdp2prof.estimators.models.experts import ExpertExchange
 
-ADAPTERS = (".lora_a.", ".lora_b.")
+ADAPTERS = (".lora_a.", ".lora_b.", "_lora_a", "_lora_b")
 """In the names of low-rank adapters' parameters."""
 
 

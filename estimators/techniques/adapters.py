@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.lora import Lora
 from fsdp2prof.estimators.models.builtin import meta_construction
+from fsdp2prof.estimators.models.experts import ALIGNMENT, GroupedExperts
 from fsdp2prof.estimators.models.model import ADAPTERS, Model
 
 
@@ -22,6 +24,10 @@ class LoraLinear(nn.Module):
         self.base_layer = base
         self.lora_a = nn.Linear(base.in_features, lora.r, bias=False)
         self.lora_b = nn.Linear(lora.r, base.out_features, bias=False)
+        for one in range(1, lora.runs):
+            for name, like in (("lora_a", self.lora_a), ("lora_b", self.lora_b)):
+                self.register_parameter(f"of_run_{one}_{name}", nn.Parameter(torch.empty_like(like.weight)))
+        self.runs = lora.runs
         self.scale = lora.alpha / lora.r
         self.left_out = False
         """Transform as the frozen layer alone does."""
@@ -31,8 +37,17 @@ class LoraLinear(nn.Module):
         if self.left_out:
             frozen: Tensor = self.base_layer(x)
             return frozen
-        out: Tensor = self.base_layer(x) + self.lora_b(self.lora_a(x)) * self.scale
+        if self.runs == 1:
+            low: Tensor = self.lora_b(self.lora_a(x))
+        else:
+            low = F.linear(F.linear(x, self._first_of_all("lora_a")), self._first_of_all("lora_b"))
+        out: Tensor = self.base_layer(x) + low * self.scale
         return out
+
+    def _first_of_all(self, name: str) -> Tensor:
+        """The first run's matrix of all runs' in one tensor, as prime-rl's MultiLoRALinear makes it."""
+        others = [getattr(self, f"of_run_{one}_{name}") for one in range(1, self.runs)]
+        return torch.stack([getattr(self, name).weight, *others])[0]
 
 
 COMMON_NAMES = {
@@ -46,6 +61,7 @@ COMMON_NAMES = {
     "lm_head": "output",
 }
 """Names of linear layers in Hugging Face's Llama, and theirs in the built-in models, which are Meta's."""
+_OF_EXPERTS = {"w1", "w2", "w3"}
 
 
 def with_adapters(model: Model, lora: Lora | None, orig_dtype: str, compute_dtype: str) -> Model:
@@ -53,22 +69,23 @@ def with_adapters(model: Model, lora: Lora | None, orig_dtype: str, compute_dtyp
 
     What is not quantized beside a quantized base is held in ``compute_dtype``.
 
-    Raises ``ModelError`` for a target that no linear layer is named.
+    As with PEFT, a name that only stacked experts have adapts nothing. Raises ``ModelError`` for a target
+    that no layer is named, and where nothing is adapted.
     """
     if lora is None:
         return model
     modules = dict(model.module.named_modules())
-    for target in lora.targets:
+    for text in lora.targets:
+        target = text.removesuffix("?")
         names = {target, COMMON_NAMES.get(target)}
         found = [
             fqn
             for fqn, part in modules.items()
             if fqn.rpartition(".")[2] in names and isinstance(part, nn.Linear) and not _is_idle(fqn, model)
         ]
-        stacked = {name for fqn in model.experts for name, _ in modules[fqn].named_parameters(recurse=False)}
-        if not found and names & {*stacked, "experts"}:
-            raise ModelError(f"lora: adapters of stacked experts ({target}) are not modelled: leave it out")
-        if not found:
+        if target == "experts" and model.experts:
+            _adapt_experts(model, lora, orig_dtype)
+        elif not found and not (text.endswith("?") or (model.experts and names & _OF_EXPERTS)):
             there = {fqn.rpartition(".")[2] for fqn, part in modules.items() if isinstance(part, nn.Linear)}
             raise ModelError(
                 f"lora: no linear layer of {model.name} is named {target!r}; "
@@ -81,15 +98,34 @@ def with_adapters(model: Model, lora: Lora | None, orig_dtype: str, compute_dtyp
             with meta_construction(orig_dtype):
                 adapted = LoraLinear(base, lora)
             modules[parent].register_module(name, adapted)
+    if not any(name in f".{fqn}" for fqn, _ in model.module.named_parameters() for name in ADAPTERS):
+        raise ModelError(
+            f"lora: no linear layer of {model.name} is named {'+'.join(lora.targets)}; "
+            "the target experts adapts stacked experts"
+        )
     if lora.base is not None:
         _hold_base_in(model.module, lora.base if lora.quantized is None else compute_dtype)
     return model
 
 
+def _adapt_experts(model: Model, lora: Lora, orig_dtype: str) -> None:
+    """Put adapters beside every projection of the stacked experts."""
+    if lora.r % ALIGNMENT:
+        raise ModelError(f"lora: r={lora.r}: grouped products of experts need a multiple of {ALIGNMENT}")
+    for part in (model.module.get_submodule(fqn) for fqn in model.experts):
+        if not isinstance(part, GroupedExperts):
+            raise ModelError(
+                "lora: adapters of stacked experts are modelled in built-in models only: without the target "
+                "experts the estimate is a lower bound"
+            )
+        with meta_construction(orig_dtype):
+            part.add_adapters(lora.r, lora.runs, lora.alpha / lora.r)
+
+
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
     """Run a model as it was before its adapters."""
-    adapted = [part for part in module.modules() if isinstance(part, LoraLinear)]
+    adapted = [part for part in module.modules() if isinstance(part, (LoraLinear, GroupedExperts))]
     for part in adapted:
         part.left_out = True
     try:

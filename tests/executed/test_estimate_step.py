@@ -142,6 +142,13 @@ def test_several_nodes_need_a_network() -> None:
         estimate_step(MODEL, MeshSpec(dp_shard=16), POLICY, alone)
 
 
+def test_a_missing_network_is_said_before_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp2prof.estimators.step.program_of", lambda *_: pytest.fail("the model ran"))
+    alone = Cluster(hardware=HardwareSpec.parse("gb200"))
+    with pytest.raises(ModelError, match="72 in an NVL72 rack"):
+        estimate_step(ModelSpec(source="llama3-8b"), MeshSpec(dp_shard=12), PolicySpec(), alone)
+
+
 def test_a_pipelines_bubble_is_the_other_stages_micro_batches() -> None:
     policy = replace(POLICY, reshard="never", grad_accum=4, ac="full")
     made = estimate_step(MODEL, MeshSpec(dp_shard=4, pp=3), policy, H100)

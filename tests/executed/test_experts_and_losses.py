@@ -38,11 +38,11 @@ from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.builtin import build_builtin
 from fsdp2prof.estimators.models.catalog import ExpertShape, TransformerConfig
-from fsdp2prof.estimators.models.experts import ExpertExchange
+from fsdp2prof.estimators.models.experts import ExpertExchange, GroupedExperts
 from fsdp2prof.estimators.models.losses import logits_loss, loss_of_model
 from fsdp2prof.estimators.models.model import Batch
-from fsdp2prof.estimators.sharding.groups import parameter_groups
-from fsdp2prof.estimators.techniques.adapters import with_adapters
+from fsdp2prof.estimators.sharding.groups import freeze, parameter_groups
+from fsdp2prof.estimators.techniques.adapters import with_adapters, without_adapters
 from fsdp2prof.estimators.techniques.quantized import PackedLinear, dequantized
 from fsdp2prof.estimators.techniques.registry import check_parallelism, part_of
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, packed_parameters_refusal
@@ -368,13 +368,48 @@ def test_adapters_that_are_refused(text: str, reason: str) -> None:
     ("target", "reason"),
     [
         ("query", r"no linear layer of tiny-experts is named 'query'; it has .*wq"),
-        ("experts", r"adapters of stacked experts \(experts\) are not modelled"),
+        ("key?", r"no linear layer of tiny-experts is named key\?; the target experts adapts stacked"),
+        ("experts", "r=4: grouped products of experts need a multiple of 8"),
     ],
 )
 def test_a_target_that_no_layer_has(target: str, reason: str) -> None:
     lora = present(adapters(f"r=4,targets={target}"))
     with pytest.raises(ModelError, match=reason):
         with_adapters(build_builtin(CONFIG, 16, "float32"), lora, "float32", "bfloat16")
+
+
+def test_adapters_of_experts_by_hand() -> None:
+    """Tokens pass their expert's adapters; other runs' adapters are held and not used."""
+    lora = present(adapters("r=8,targets=experts+gate_proj+up?,runs=3"))
+    bare, model = build_builtin(CONFIG, 16, "float32"), build_builtin(CONFIG, 16, "float32")
+    adapted = with_adapters(model, lora, "float32", "bfloat16")
+    # 3 runs in 2 layers: r (in + out) of 3 projections 32 <-> 16 of 4 experts, and of the shared 32 -> 8
+    assert adapted.parameters - bare.parameters == 3 * 2 * 8 * (3 * 4 * (32 + 16) + 32 + 8)
+    experts = present(adapted.module.get_submodule("layers.0.feed_forward.experts")).to_empty(device="cpu")
+    assert isinstance(experts, GroupedExperts)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    rows, counts = torch.randn(8, 32), torch.full((4,), 2)
+    with torch.no_grad():
+        merged = GroupedExperts(CONFIG, present(CONFIG.experts))
+        for name in ("w1", "w2", "w3"):
+            a, b = (getattr(experts, f"{name}_lora_{part}") for part in "ab")
+            getattr(merged, name).copy_(getattr(experts, name) + 2 * b @ a)
+    torch.testing.assert_close(experts(rows, counts), merged(rows, counts))
+    with without_adapters(experts):
+        assert not torch.allclose(experts(rows, counts), merged(rows, counts))
+
+
+def test_adapters_of_experts_are_dealt_out_with_them() -> None:
+    policy = PolicySpec.from_mapping({"lora": "r=8,targets=experts"})
+    mesh = MeshSpec(dp_shard=4, ep=2)
+    model = part_of(build_builtin(CONFIG, 16, "float32"), mesh, policy)
+    freeze(model, policy)
+    trained = {name: p.shape for name, p in model.module.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 6
+    assert trained["layers.1.feed_forward.experts.w2_lora_b"] == (2, 32, 8)
+    of_experts = [group for group in parameter_groups(model, mesh, policy) if group.is_expert]
+    assert [(len(group.parameters), group.shards) for group in of_experts] == [(9, 2)] * 2
 
 
 def test_built_in_models_know_the_names_of_hugging_face() -> None:

@@ -271,7 +271,7 @@ def test_trl_and_accelerate_are_read_together(tmp_path: Path) -> None:
 def test_llama_factory_with_accelerate_is_lora(tmp_path: Path) -> None:
     run = read(tmp_path, ("sft.yaml", FACTORY), ("fsdp.yaml", ACCELERATE))
     got = made(run)
-    assert (got["model"], got["lora"], got["ac"]) == ("qwen2.5-7b", "r=16,targets=q_proj+v_proj", "full")
+    assert (got["model"], got["lora"], got["ac"]) == ("qwen2.5-7b", "r=16,targets=q_proj?+v_proj?", "full")
     with pytest.raises(ModelError, match="FSDP1"):
         read(tmp_path, ("sft.yaml", FACTORY), ("fsdp.yaml", ACCELERATE.replace("version: 2", "version: 1")))
 
@@ -352,7 +352,7 @@ step_scheduler: {local_batch_size: 1}
 model: {pretrained_model_name_or_path: Qwen/Qwen3-8B}
 peft: {dim: 4, target_modules: [q_proj]}
 """
-QLORA = "r=4,targets=q_proj,base=bnb-nf4"
+QLORA = "r=4,targets=q_proj?,base=bnb-nf4"
 MIXTURE = NEMO + "distributed: "
 PREFERENCES = FACTORY.replace("stage: sft", "stage: dpo").replace("lora\nlora_target", "full\nlora_target")
 PREFERENCES += "fsdp_config: {fsdp_version: 2}\n"
@@ -389,13 +389,13 @@ KEPT = "model.backend.enable_fsdp_optimizations: true"
             "lora",
             QLORA,
         ),
-        (ADAPTED_V1 + "quant_config: null", "lora", "r=4,targets=q_proj"),
+        (ADAPTED_V1 + "quant_config: null", "lora", "r=4,targets=q_proj?"),
         (ADAPTED_V1 + "kernel_config: {name: liger_kernel}", "norm", "fused"),
         (NEMO + "fp8: {enabled: true, enable_fsdp_float8_all_gather: true}", "fp8_all_gather", True),
         (NEMO + "fp8: {enabled: true, recipe_name: rowwise}", "float8", "rowwise"),
         (NEMO + "fp8: {enabled: false, recipe_name: rowwise}", "float8", None),
         (NEMO + "quantization: {load_in_4bit: true}", "lora", QLORA),
-        (NEMO.replace("dim: 4, ", ""), "lora", "r=8,targets=q_proj"),
+        (NEMO.replace("dim: 4, ", ""), "lora", "r=8,targets=q_proj?"),
         (NEMO + "fp8: null\ndistributed: {moe: null, pipeline: null}", "float8", None),
         (NEMO, "sync", "last"),
         (MIXTURE + "{moe: {wrap_outer_model: false}, ep_size: 8}", "sync", "each"),
@@ -600,7 +600,7 @@ def test_pipelines_experts_and_patterns_of_automodel(tmp_path: Path) -> None:
     expected = {
         "pp_schedule": "interleaved:2", "batch_size": 2, "grad_accum": 8, "reshard": "never", "offload": True,
         "forward_prefetch": 1, "backward_prefetch": 2, "attention": "cudnn", "optimizer_impl": "for-loop",
-        "lora": "r=8,targets=q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj",
+        "lora": "r=8,targets=q_proj?+k_proj?+v_proj?+o_proj?+gate_proj?+up_proj?+down_proj?",
     }  # fmt: skip
     assert {key: policy[key] for key in expected} == expected
     assert any("model.backend.dispatcher = deepep is not modelled" in note for note in run.read.notes)
@@ -686,7 +686,7 @@ def test_lora_of_veomni_is_read(tmp_path: Path) -> None:
     text = VEOMNI.replace(
         "{model_path", "{lora_config: {rank: 16, lora_modules: [q_proj, o_proj]}, model_path"
     )
-    assert made(read(tmp_path, ("veomni.yaml", text), world_size=8))["lora"] == "r=16,targets=q_proj+o_proj"
+    assert made(read(tmp_path, ("veomni.yaml", text), world_size=8))["lora"] == "r=16,targets=q_proj?+o_proj?"
 
 
 def test_a_rank_that_no_file_says_is_asked(tmp_path: Path) -> None:
@@ -828,6 +828,26 @@ def test_a_section_that_no_converter_names_and_a_file_of_deepspeed_are_said(tmp_
     assert not run.read.not_known
     with pytest.raises(InputError, match="DeepSpeed's configuration"):
         read(tmp_path, ("ds.json", '{"zero_optimization": {}, "gradient_accumulation_steps": 1}'))
+
+
+def test_prime_rl_of_february_cuts_the_vocabulary_and_adapts_experts_for_several_runs(tmp_path: Path) -> None:
+    text = """
+max_concurrent_runs = 4
+[model]
+name = "Qwen/Qwen3-30B-A3B"
+fused_lm_head_chunk_size = 2048
+[model.compile]
+[model.lora]
+rank = 16
+"""
+    run = read(tmp_path, ("rl.toml", text), world_size=8)
+    policy = run.values["policy"]
+    assert (policy["loss"], policy["ac"], policy["compile"]) == ("chunked-vocab:2048", "none", True)
+    assert policy["lora"].startswith("r=16,targets=q_proj?+")
+    assert policy["lora"].endswith("+experts?,runs=4")
+    assert not run.read.not_known
+    run = read(tmp_path, ("rl.toml", text.replace("fused_lm_head", "fused_lm_head_token")), world_size=8)
+    assert run.values["policy"]["loss"] == "chunked-blocks:2048"
 
 
 def test_an_older_prime_rl_compiles_and_checkpoints_what_its_file_says(tmp_path: Path) -> None:

@@ -199,7 +199,9 @@ def _kind_of(values: Mapping[str, Any]) -> str | None:
     if "train" in keys and keys & {"model", "data"} and isinstance(values["train"], Mapping):
         return "veomni"
     if keys & {"orchestrator", "trainer"} or (
-        table("model") and keys & {"data", "optim", "max_steps"} and not keys & {"train", "step_scheduler"}
+        table("model")
+        and keys & {"data", "optim", "max_steps", "max_concurrent_runs"}
+        and not keys & {"train", "step_scheduler"}
     ):
         return "prime-rl"
     if "base_model" in keys:

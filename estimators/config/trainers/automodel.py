@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 
+from fsdp2prof.estimators.config.lora import peft_targets
 from fsdp2prof.estimators.config.trainers.hugging_face import ALL_LAYERS, is_on, refuse_if_given
 from fsdp2prof.estimators.config.trainers.reading import Reading, Value
 
@@ -88,7 +89,7 @@ def read_automodel(run: Reading) -> None:
         four = run.get("quantization.load_in_4bit")
         held = ",base=bnb-nf4" if is_on(four) else ""
         read = (rank, targets, four) if held else (rank, targets)
-        run.set("lora", f"r={rank.number(1)},targets={'+'.join(names)}{held}", *read)
+        run.set("lora", f"r={rank.number(1)},targets={peft_targets(names)}{held}", *read)
 
 
 def _low_precision(run: Reading) -> None:

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.lora import peft_targets
 from fsdp2prof.estimators.config.trainers.reading import Reading, Value, is_set
 
 _OPTIMIZERS = {
@@ -77,7 +78,7 @@ def read_lora(
             f"{rank.key} is in no file, and the trainer has no default for it: add --override {rank.key}=R"
         )
     held = f",base={quantized}" if quantized else ""
-    text = f"r={rank.number(1)},targets={'+'.join(names)}{held}"
+    text = f"r={rank.number(1)},targets={peft_targets(names)}{held}"
     run.set("lora", text, rank, *([targets] if targets.given else []), *([base] if base is not None else []))
 
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from fsdp2prof.estimators.config.lora import peft_targets
 from fsdp2prof.estimators.config.trainers.hugging_face import ALL_LAYERS, is_on
 from fsdp2prof.estimators.config.trainers.reading import Reading, Value
 
 _GPUS_PER_NODE = 8
 """As ``rl.py`` counts a node's."""
-_OLDER = ("trainer_gpu_ids", "inference_gpu_ids", "recompute_logprobs", "trainer.recompute_logprobs")
+_HEAD_PIECES = ("trainer.model.fused_lm_head_chunk_size", "model.fused_lm_head_chunk_size")
+"""Entries of the vocabulary at a time, until 93cd1fa37 (March 2026) cut the sequence instead."""
+_OLDER = (
+    "trainer_gpu_ids",
+    "inference_gpu_ids",
+    "recompute_logprobs",
+    "trainer.recompute_logprobs",
+    *_HEAD_PIECES,
+)
 """Keys until early 2026, when nothing was compiled, checkpointed or offloaded unless a file said so."""
 _OFF = "src/prime_rl/trainer/config.py of February 2026: off unless a file has it"
 _OFF_BEFORE = ("model.ac", "model.ac_offloading", "model.compile", "model.optim_cpu_offload")
@@ -62,8 +71,10 @@ def read_prime_rl(run: Reading) -> None:
     rank = key("model.lora.rank")
     if rank.value is not None:
         targets = key("model.lora.target_modules")
-        names = targets.value or ALL_LAYERS
-        run.set("lora", f"r={rank.number(1)},targets={'+'.join(names)}", rank, targets)
+        names = peft_targets(targets.value or (*ALL_LAYERS, "experts"))
+        runs = run.get("trainer.max_concurrent_runs", "max_concurrent_runs")
+        several = f",runs={runs.number(1)}" if runs.given else ""
+        run.set("lora", f"r={rank.number(1)},targets={names}{several}", rank, targets, runs)
     kind = key("optim.type")
     if kind.word() not in ("adamw", "sgd", ""):
         run.refuse(kind, "adamw and sgd are modelled")
@@ -154,7 +165,11 @@ def _memory(run: Reading) -> None:
 
 
 def _loss(run: Reading, is_sft: bool) -> None:
-    pieces = run.get("trainer.model.fused_lm_head_token_chunk_size", "model.fused_lm_head_token_chunk_size")
+    if run.has(*_HEAD_PIECES):
+        pieces, way = run.get(*_HEAD_PIECES), "chunked-vocab"
+    else:
+        key = "model.fused_lm_head_token_chunk_size"
+        pieces, way = run.get(f"trainer.{key}", key), "chunked-blocks"
     if is_sft:
         if pieces.given:
             run.notes.append(f"{pieces.key} does nothing in SFT: its trainer makes all logits")
@@ -162,4 +177,4 @@ def _loss(run: Reading, is_sft: bool) -> None:
     if pieces.word() in ("none", "disabled", "auto"):
         run.set("loss", "logprobs", pieces)
         return
-    run.set("loss", f"chunked-blocks:{pieces.number(1)}", pieces)
+    run.set("loss", f"{way}:{pieces.number(1)}", pieces)
