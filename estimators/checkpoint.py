@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.eight_bit import MOMENTS, TABLE_BYTES, is_quantized
+from fsdp2prof.estimators.config.low_bits import MOMENTS, LowBits
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
-from fsdp2prof.estimators.config.optimizers import EightBitOptimizer, OptimizerFactory
+from fsdp2prof.estimators.config.optimizers import LowBitOptimizer, OptimizerFactory
 from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
@@ -20,10 +20,14 @@ from fsdp2prof.units import format_bytes, plural
 
 _COUNTER_BYTES = 8
 """Most of a step counter."""
-_EIGHT_BIT = (
-    "8-bit states: a byte an element, an fp32 scale for 256, 1 KiB of table for each state of each shard; "
-    "shards of fewer than 4096 elements, or that 256 does not divide, keep their own dtype (torchao)"
-)
+
+
+def _note(low: LowBits) -> str:
+    return (
+        f"{low.bits}-bit states: an fp32 scale for {low.block} elements, {low.table_bytes:,} bytes of table "
+        f"for each state of each shard; shards of fewer than 4096 elements, or that {low.block} does not divide, "
+        "keep their own dtype (torchao)"
+    )
 
 
 def estimate_checkpoint(
@@ -108,16 +112,16 @@ def _state(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, trained: list[S
     every = [(p.dtype, numel, count) for p in trained for numel, count in p.shard_numels()]
     sharded = sum(count * optimizer_state_bytes(policy, (numel,), dtype) for dtype, numel, count in every)
     spare = 0
-    if isinstance(kind, EightBitOptimizer):  # of the tables of a state's shards a full state dict has one
-        shards = sum(count for _, numel, count in every if is_quantized(numel))
-        once = sum(is_quantized(p.shard_numel(0)) for p in trained)
-        spare = (shards - once) * len(MOMENTS) * TABLE_BYTES
+    if isinstance(kind, LowBitOptimizer):  # of the tables of a state's shards a full state dict has one
+        shards = sum(count for _, numel, count in every if kind.low.is_quantized(numel))
+        once = sum(kind.low.is_quantized(p.shard_numel(0)) for p in trained)
+        spare = (shards - once) * len(MOMENTS) * kind.low.table_bytes
     return _State(
         full=sharded + counters - spare,
         sharded=sharded + counters,
         first=sum(of_rank(parameter, 0) for parameter in trained),
         last=sum(of_rank(parameter, mesh.fsdp_size - 1) for parameter in trained),
-        notes=(_EIGHT_BIT,) if isinstance(kind, EightBitOptimizer) else (),
+        notes=(_note(kind.low),) if isinstance(kind, LowBitOptimizer) else (),
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.low_bits import LowBits
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -81,16 +82,17 @@ class OptimizerKind:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EightBitOptimizer:
-    """Adam with 8-bit states, by its memory alone: neither torchao nor bitsandbytes is needed."""
+class LowBitOptimizer:
+    """Adam with states of few bits, by its memory alone: neither torchao nor bitsandbytes is needed."""
 
     source: str
+    low: LowBits
 
     def build(self, parameters: Iterable[Any], implementation: OptimizerImpl) -> Optimizer:
         """Make one that keeps the same states over ``parameters``."""
-        from fsdp2prof.estimators.config.eight_bit import EightBitAdam
+        from fsdp2prof.estimators.config.low_bit_adam import LowBitAdam
 
-        return EightBitAdam(parameters)
+        return LowBitAdam(parameters, self.low)
 
     def refusal(self, implementation: OptimizerImpl) -> str | None:
         """It has one implementation."""
@@ -151,7 +153,9 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
 }
 """torch's, by the name in a policy. Adafactor is missing: its factored state does not work on shards."""
 
-EIGHT_BIT: Mapping[str, EightBitOptimizer] = {
-    name: EightBitOptimizer(source=name) for name in ("adam8bit", "adamw8bit")
+LOW_BITS: Mapping[str, LowBitOptimizer] = {
+    f"{name}{low.bits}bit": LowBitOptimizer(source=f"{name}{low.bits}bit", low=low)
+    for low in (LowBits(8, 256), LowBits(4, 128))
+    for name in ("adam", "adamw")
 }
-"""torchao's and bitsandbytes', by their classes' names in small letters."""
+"""torchao's, and bitsandbytes' of 8 bits, by their classes' names in small letters."""

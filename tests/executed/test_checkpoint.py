@@ -84,11 +84,14 @@ def test_eight_bit_states_by_hand():
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_eight_bit_states_are_as_large_as_torchao_writes_them(tmp_path):
+@pytest.mark.parametrize(
+    ("bits", "held"), [(8, 96 * 128 + 96 * 128 // 64 + 1024), (4, 96 * 64 + 96 * 4 + 64)]
+)
+def test_states_of_few_bits_are_as_large_as_torchao_writes_them(bits, held, tmp_path):
     """One shard of a weight and one of a norm, written by torch.distributed.checkpoint."""
     optim = pytest.importorskip("torchao.optim", reason="needs torchao")
     weight, norm = torch.nn.Parameter(torch.ones(96, 128)), torch.nn.Parameter(torch.ones(96))
-    optimizer = optim.AdamW8bit([weight, norm])
+    optimizer = getattr(optim, f"AdamW{bits}bit")([weight, norm])
     moments = {
         f"{name}.{signed}": optimizer._new_buffer(parameter, signed)
         for name, parameter in (("weight", weight), ("norm", norm))
@@ -96,9 +99,9 @@ def test_eight_bit_states_are_as_large_as_torchao_writes_them(tmp_path):
     }
     dcp.save(moments, checkpoint_id=tmp_path, no_dist=True)
     written = sum(path.stat().st_size for path in tmp_path.glob("*.distcp"))
-    policy = PolicySpec(optimizer="adamw8bit")
+    policy = PolicySpec(optimizer=f"adamw{bits}bit")
     said = sum(optimizer_state_bytes(policy, p.shape, "float32") for p in (weight, norm))
-    assert said == 2 * (96 * 128 + 96 * 128 // 64 + 1024) + 2 * 96 * 4
+    assert said == 2 * held + 2 * 96 * 4
     assert said < written < said + 4 * 4096  # each tensor is a pickle of its own
 
 

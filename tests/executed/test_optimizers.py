@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
-from fsdp2prof.estimators.config.optimizers import EIGHT_BIT, IMPLEMENTATIONS, OPTIMIZERS
+from fsdp2prof.estimators.config.optimizers import IMPLEMENTATIONS, LOW_BITS, OPTIMIZERS
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.execution.fake_world import fake_process_group
@@ -135,9 +135,10 @@ def test_an_optimizer_of_the_users_own_is_run(monkeypatch):
         PolicySpec(optimizer="users_own:own", optimizer_impl="fused")
 
 
-@pytest.mark.parametrize("name", EIGHT_BIT)
-def test_eight_bit_states_by_hand(name):
-    """A byte an element, fp32 for every 256 of them, a table of 256; small shards keep fp32 (torchao)."""
+@pytest.mark.parametrize("name", LOW_BITS)
+def test_states_of_few_bits_by_hand(name):
+    """Codes, fp32 for every 256 or 128 elements, a table of all codes; small shards keep fp32 (torchao)."""
+    block, codes = (256, 256) if "8bit" in name else (128, 16)
     run = execute(ModelSpec(source="gpt2", layers=1), MESH, PolicySpec(seq_len=32, optimizer=name))
     shards = {tensor.name: tensor.nbytes for tensor in run.tensors if tensor.category == "sharded_parameter"}
     states = {tensor.name: tensor.nbytes for tensor in run.tensors if tensor.category == "optimizer_state"}
@@ -145,9 +146,9 @@ def test_eight_bit_states_by_hand(name):
     elements = 768 * 768 // 4
     assert (shards[weight], shards[norm]) == (4 * elements, 4 * 192)
     for moment in ("exp_avg", "exp_avg_sq"):
-        assert states[f"{weight}.{moment}"] == elements
-        assert states[f"{weight}.{moment}_scale"] == 4 * elements // 256
-        assert states[f"{weight}.{moment}_map"] == 4 * 256
+        assert states[f"{weight}.{moment}"] == (elements if codes == 256 else elements // 2)
+        assert states[f"{weight}.{moment}_scale"] == 4 * elements // block
+        assert states[f"{weight}.{moment}_map"] == 4 * codes
         assert states[f"{norm}.{moment}"] == 4 * 192
     with pytest.raises(ModelError, match="has no fused implementation"):
         PolicySpec(optimizer=name, optimizer_impl="fused")

@@ -19,6 +19,7 @@ _OPTIMIZERS = {
     "adagrad": ("adagrad", "foreach"),
     "rmsprop": ("rmsprop", "foreach"),
     "adamw_torch_8bit": ("adamw8bit", "foreach"),
+    "adamw_torch_4bit": ("adamw4bit", "foreach"),
     "adamw_8bit": ("adamw8bit", "foreach"),
     "adamw_bnb_8bit": ("adamw8bit", "foreach"),
     "paged_adamw_8bit": ("adamw8bit", "foreach"),
