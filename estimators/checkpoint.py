@@ -25,8 +25,8 @@ _COUNTER_BYTES = 8
 def _note(low: LowBits) -> str:
     return (
         f"{low.bits}-bit states: an fp32 scale for {low.block} elements, {low.table_bytes:,} bytes of table "
-        f"for each state of each shard; shards of fewer than 4096 elements, or that {low.block} does not divide, "
-        "keep their own dtype (torchao)"
+        "for each state of each shard; shards of fewer than 4096 elements, or that "
+        f"{low.block} does not divide, keep their own dtype (torchao)"
     )
 
 

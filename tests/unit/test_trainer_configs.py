@@ -605,6 +605,10 @@ def test_pipelines_experts_and_patterns_of_automodel(tmp_path: Path) -> None:
     assert {key: policy[key] for key in expected} == expected
     assert any("model.backend.dispatcher = deepep is not modelled" in note for note in run.read.notes)
     assert any(note.startswith("model.backend.linear = te: torch") for note in run.read.notes)
+    short = PIPELINED.replace("pp_microbatch_size: 2", "pp_microbatch_size: 2, layers_per_stage: 4")
+    (asked,) = [one for one in read(tmp_path, ("nemo.yaml", short), world_size=8).read.open if "K =" in one]
+    assert "layers / (4 x 2)" in asked
+    assert asked.endswith("add --pp-schedule interleaved:K")
     alone = PIPELINED.replace("pp_size: 2", "pp_size: 1")
     run = read(tmp_path, ("nemo.yaml", alone), world_size=8)
     assert "pp_schedule" not in run.values["policy"]

@@ -139,7 +139,12 @@ def _sharding(run: Reading) -> None:
     if is_on(overlapped) and run.mesh.get("tp", 1) > 1:
         run.set("async_tp", True, overlapped)
     if run.mesh.get("pp", 1) > 1:
-        run.set_schedule(run.get("distributed.pipeline.pp_schedule", "autopipeline.pp_schedule"))
+        run.set_schedule(
+            *(
+                run.get(f"distributed.pipeline.{name}", f"autopipeline.{name}")
+                for name in ("pp_schedule", "layers_per_stage")
+            )
+        )
         local, micro = (
             run.get("step_scheduler.local_batch_size"),
             run.get("distributed.pipeline.pp_microbatch_size", "autopipeline.pp_microbatch_size"),

@@ -238,12 +238,23 @@ class Reading:
                 f"{read.key} = {read.value} makes a world of {size}: --world-size {self.world_size} is taken"
             )
 
-    def set_schedule(self, read: Value) -> None:
-        """The schedule of a pipeline by torch's name for it. Raises ``ModelError`` for another."""
+    def set_schedule(self, read: Value, of_stage: Value) -> None:
+        """The schedule of a pipeline by torch's name for it, whose stages have ``of_stage`` layers.
+
+        Raises ``ModelError`` for a schedule that is not modelled.
+        """
         word = _SCHEDULES.get(read.word().replace("_", ""))
         if word is None:
             self.refuse(read, f"this schedule is not modelled; {', '.join(_SCHEDULES)} are")
         self.set("pp_schedule", word, read)
+        kind, counted, _ = word.partition(":")
+        if counted and of_stage.value is not None:
+            self.ask(
+                "pp_schedule",
+                f"{of_stage.key} = {of_stage.value} makes as many stages as the model's layers fill: a rank has "
+                f"K = layers / ({of_stage.value} x {self.mesh['pp']}) of them, and the estimate takes 2",
+                f" {kind}:K",
+            )
 
     def accumulate(self, whole: Value, local: int, ranks: int) -> None:
         """Micro-batches of a step from the global batch; none given is one.

@@ -120,7 +120,10 @@ def _mesh(run: Reading) -> None:
         if schedule.given:
             run.notes.append(f"{schedule.key} = {schedule.value} does nothing: pipeline parallelism is 1")
         return
-    run.set_schedule(schedule)
+    per_stage = (
+        f"{section}.pipeline_parallel_layers_per_stage" for section in ("parallelism", "experimental")
+    )
+    run.set_schedule(schedule, run.get(*per_stage))
     first, last = (
         run.get(f"parallelism.pipeline_parallel_{end}_stage_less_layers") for end in ("first", "last")
     )
