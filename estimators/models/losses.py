@@ -190,7 +190,8 @@ class _ByVocabulary(torch.autograd.Function):
         of_hidden, of_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
         for some in _slices(len(hidden), tokens):
             for part in _slices(len(weight), entries):
-                plain = (hidden[some] @ weight[part].t()).float()
+                narrow = hidden[some] @ weight[part].t()  # lives till the next block's, as in prime-rl's loop
+                plain = narrow.float()
                 with torch.enable_grad():
                     logits = after(plain.requires_grad_())
                 probabilities = torch.exp(logits.detach() - normaliser[some].unsqueeze(-1))

@@ -843,10 +843,13 @@ fused_lm_head_chunk_size = 2048
 [model.compile]
 [model.lora]
 rank = 16
+[data.fake]
+batch_size = 16
 """
     run = read(tmp_path, ("rl.toml", text), world_size=8)
     policy = run.values["policy"]
     assert (policy["loss"], policy["ac"], policy["compile"]) == ("chunked-vocab:2048", "none", True)
+    assert policy["grad_accum"] == 2  # 16 sequences on 8 ranks
     assert policy["lora"].startswith("r=16,targets=q_proj?+")
     assert policy["lora"].endswith("+experts?,runs=4")
     assert not run.read.not_known

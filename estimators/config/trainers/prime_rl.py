@@ -102,7 +102,11 @@ def _batch(run: Reading, is_sft: bool) -> None:
         run.set(
             "batch_size", 1, Value("packing", "one packed sequence a micro-batch", "prime-rl", given=False)
         )
-        run.ask("grad_accum", "how many micro-batches a step has depends on the rollouts' lengths")
+        fake = run.get("trainer.data.fake.batch_size", "data.fake.batch_size")
+        if fake.given:
+            run.accumulate(fake, 1, run.data_ranks)
+        else:
+            run.ask("grad_accum", "how many micro-batches a step has depends on the rollouts' lengths")
         return
     length = run.get("data.seq_len")
     run.set("seq_len", length.number(1), length)

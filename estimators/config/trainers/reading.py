@@ -251,8 +251,8 @@ class Reading:
         if counted and of_stage.value is not None:
             self.ask(
                 "pp_schedule",
-                f"{of_stage.key} = {of_stage.value} makes as many stages as the model's layers fill: a rank has "
-                f"K = layers / ({of_stage.value} x {self.mesh['pp']}) of them, and the estimate takes 2",
+                f"{of_stage.key} = {of_stage.value} makes as many stages as the model's layers fill: a rank "
+                f"has K = layers / ({of_stage.value} x {self.mesh['pp']}) of them, and the estimate takes 2",
                 f" {kind}:K",
             )
 
