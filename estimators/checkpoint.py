@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.low_bits import MOMENTS, LowBits
+from fsdp2prof.estimators.config.held_states import MOMENTS, LowBits
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
-from fsdp2prof.estimators.config.optimizers import LowBitOptimizer, OptimizerFactory
+from fsdp2prof.estimators.config.optimizers import HeldOptimizer, OptimizerFactory
 from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
@@ -112,16 +112,17 @@ def _state(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, trained: list[S
     every = [(p.dtype, numel, count) for p in trained for numel, count in p.shard_numels()]
     sharded = sum(count * optimizer_state_bytes(policy, (numel,), dtype) for dtype, numel, count in every)
     spare = 0
-    if isinstance(kind, LowBitOptimizer):  # of the tables of a state's shards a full state dict has one
-        shards = sum(count for _, numel, count in every if kind.low.is_quantized(numel))
-        once = sum(kind.low.is_quantized(p.shard_numel(0)) for p in trained)
-        spare = (shards - once) * len(MOMENTS) * kind.low.table_bytes
+    low = kind.held if isinstance(kind, HeldOptimizer) and isinstance(kind.held, LowBits) else None
+    if low is not None:  # of the tables of a state's shards a full state dict has one
+        shards = sum(count for _, numel, count in every if low.is_quantized(numel))
+        once = sum(low.is_quantized(p.shard_numel(0)) for p in trained)
+        spare = (shards - once) * len(MOMENTS) * low.table_bytes
     return _State(
         full=sharded + counters - spare,
         sharded=sharded + counters,
         first=sum(of_rank(parameter, 0) for parameter in trained),
         last=sum(of_rank(parameter, mesh.fsdp_size - 1) for parameter in trained),
-        notes=(_note(kind.low),) if isinstance(kind, LowBitOptimizer) else (),
+        notes=() if low is None else (_note(low),),
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.low_bits import LowBits
+from fsdp2prof.estimators.config.held_states import LowBits, MasterWeights
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -82,17 +82,17 @@ class OptimizerKind:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LowBitOptimizer:
-    """Adam with states of few bits, by its memory alone: neither torchao nor bitsandbytes is needed."""
+class HeldOptimizer:
+    """Adam whose states another package holds in its own way, by its memory alone: none is needed."""
 
     source: str
-    low: LowBits
+    held: LowBits | MasterWeights
 
     def build(self, parameters: Iterable[Any], implementation: OptimizerImpl) -> Optimizer:
         """Make one that keeps the same states over ``parameters``."""
-        from fsdp2prof.estimators.config.low_bit_adam import LowBitAdam
+        from fsdp2prof.estimators.config.held_adam import HeldAdam
 
-        return LowBitAdam(parameters, self.low)
+        return HeldAdam(parameters, self.held)
 
     def refusal(self, implementation: OptimizerImpl) -> str | None:
         """It has one implementation."""
@@ -153,9 +153,18 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
 }
 """torch's, by the name in a policy. Adafactor is missing: its factored state does not work on shards."""
 
-LOW_BITS: Mapping[str, LowBitOptimizer] = {
-    f"{name}{low.bits}bit": LowBitOptimizer(source=f"{name}{low.bits}bit", low=low)
-    for low in (LowBits(8, 256), LowBits(4, 128))
-    for name in ("adam", "adamw")
+_STATES: Mapping[str, LowBits | MasterWeights] = {
+    "adam8bit": LowBits(8, 256),
+    "adamw8bit": LowBits(8, 256),
+    "adam4bit": LowBits(4, 128),
+    "adamw4bit": LowBits(4, 128),
+    "adamw-master": MasterWeights("float32", "float32"),
+    "adamw-master-bf16": MasterWeights("bfloat16", "float32"),
+    "adamw-remainders": MasterWeights("float32", "int16"),
+    "adamw-remainders-bf16": MasterWeights("bfloat16", "int16"),
 }
-"""torchao's, and bitsandbytes' of 8 bits, by their classes' names in small letters."""
+HELD: Mapping[str, HeldOptimizer] = {
+    name: HeldOptimizer(source=name, held=held) for name, held in _STATES.items()
+}
+"""torchao's of few bits (bitsandbytes' of 8), and Transformer Engine's with master weights of its own, or the
+remainders that bf16 weights lack of them, and moments in fp32 or bf16."""

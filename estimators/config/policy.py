@@ -43,10 +43,10 @@ from fsdp2prof.estimators.config.extra_models import (
 from fsdp2prof.estimators.config.lora import Lora, LoraText
 from fsdp2prof.estimators.config.model import MOST_LAYERS
 from fsdp2prof.estimators.config.optimizers import (
+    HELD,
     IMPLEMENTATIONS,
-    LOW_BITS,
     OPTIMIZERS,
-    LowBitOptimizer,
+    HeldOptimizer,
     OptimizerFactory,
     OptimizerImpl,
     OptimizerKind,
@@ -204,7 +204,7 @@ class PolicySpec:
     )
     optimizer: str = of_training(
         "adamw",
-        Words(words=(*OPTIMIZERS, *LOW_BITS, "none"), factory=True),
+        Words(words=(*OPTIMIZERS, *HELD, "none"), factory=True),
         "The optimizer, by name or made by a function of the parameters; none trains nothing, forward and "
         "backward only.",
         everyday=True,
@@ -447,11 +447,11 @@ class PolicySpec:
         return replace(self, ac="none", attention_is_saved=None, ac_saves=None, ac_recomputes=None)
 
     @property
-    def optimizer_kind(self) -> OptimizerKind | LowBitOptimizer | OptimizerFactory | None:
+    def optimizer_kind(self) -> OptimizerKind | HeldOptimizer | OptimizerFactory | None:
         """The row of the table of optimizers or the user's own, ``None`` where nothing is trained."""
         if ":" in self.optimizer:
             return OptimizerFactory(source=self.optimizer)
-        return OPTIMIZERS.get(self.optimizer) or LOW_BITS.get(self.optimizer)
+        return OPTIMIZERS.get(self.optimizer) or HELD.get(self.optimizer)
 
     @property
     def sequences(self) -> int:

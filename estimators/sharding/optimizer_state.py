@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.optimizers import LowBitOptimizer, OptimizerFactory, OptimizerKind
+from fsdp2prof.estimators.config.optimizers import HeldOptimizer, OptimizerFactory, OptimizerKind
 from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
 
 
@@ -17,13 +17,13 @@ def optimizer_state_bytes(policy: PolicySpec, shape: tuple[int, ...], dtype: str
     kind = policy.optimizer_kind
     if isinstance(kind, OptimizerFactory):
         raise ModelError(f"optimizer {kind.source}: its state is known by running it alone")
-    if isinstance(kind, LowBitOptimizer):
-        return kind.low.moments_bytes(prod(shape), dtype_bytes(dtype))
+    if isinstance(kind, HeldOptimizer):
+        return sum(elements * dtype_bytes(held) for _, elements, held in kind.held.of(prod(shape), dtype))
     return 0 if kind is None else len(kind.state) * prod(shape) * dtype_bytes(dtype)
 
 
 def step_counter_bytes(policy: PolicySpec) -> int:
     """Bytes of the step counter of one parameter: fp32, replicated on every rank."""
     kind = policy.optimizer_kind
-    counts = isinstance(kind, LowBitOptimizer) or (isinstance(kind, OptimizerKind) and kind.counts_steps)
+    counts = isinstance(kind, HeldOptimizer) or (isinstance(kind, OptimizerKind) and kind.counts_steps)
     return dtype_bytes("float32") if counts else 0

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
-from fsdp2prof.estimators.config.optimizers import IMPLEMENTATIONS, LOW_BITS, OPTIMIZERS
+from fsdp2prof.estimators.config.optimizers import HELD, IMPLEMENTATIONS, OPTIMIZERS
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.execution.fake_world import fake_process_group
@@ -135,7 +135,26 @@ def test_an_optimizer_of_the_users_own_is_run(monkeypatch):
         PolicySpec(optimizer="users_own:own", optimizer_impl="fused")
 
 
-@pytest.mark.parametrize("name", LOW_BITS)
+@pytest.mark.parametrize(
+    ("name", "of_fp32", "of_bf16"),
+    [  # two moments, and fp32 weights, or two bytes of what bf16 ones lack of them
+        ("adamw-master", 12, 12),
+        ("adamw-master-bf16", 8, 8),
+        ("adamw-remainders", 12, 10),
+        ("adamw-remainders-bf16", 8, 6),
+    ],
+)
+def test_states_beside_master_weights_by_hand(name, of_fp32, of_bf16):
+    policy = PolicySpec(seq_len=32, optimizer=name)
+    assert optimizer_state_bytes(policy, (5, 2), "float32") == 10 * of_fp32
+    assert optimizer_state_bytes(policy, (5, 2), "bfloat16") == 10 * of_bf16
+    run = execute(ModelSpec(source="gpt2", layers=1), MESH, replace(policy, orig_dtype="bfloat16"))
+    held = {tensor.name: tensor.nbytes for tensor in run.tensors if tensor.category == "optimizer_state"}
+    states = ("exp_avg", "exp_avg_sq", "master_param")
+    assert sum(held[f"norm.weight.{state}"] for state in states) == 768 // 4 * of_bf16
+
+
+@pytest.mark.parametrize("name", [name for name in HELD if "bit" in name])
 def test_states_of_few_bits_by_hand(name):
     """Codes, fp32 for every 256 or 128 elements, a table of all codes; small shards keep fp32 (torchao)."""
     block, codes = (256, 256) if "8bit" in name else (128, 16)

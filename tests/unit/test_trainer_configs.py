@@ -460,7 +460,7 @@ def test_kernels_and_losses_follow_the_file(
         (PREFERENCES + "use_galore: true", "use_galore = True: this optimizer"),
         (PREFERENCES + "pipeline_model_parallel_size: 4", "pipeline_model_parallel_size = 4: Megatron"),
         (PREFERENCES + "export_dir: merged", "export_dir = 'merged': do_train is not set"),
-        (NEMO + "optimizer: {_target_: te.FusedAdam, master_weights: true}", "master_weights = True"),
+        (NEMO + "optimizer: {_target_: te.FusedAdam, exp_avg_dtype: bfloat16}", "beside master weights"),
     ],
 )
 def test_what_a_file_asks_for_and_is_not_modelled_is_refused(text: str, said: str, tmp_path: Path) -> None:
@@ -609,6 +609,10 @@ def test_pipelines_experts_and_patterns_of_automodel(tmp_path: Path) -> None:
     (asked,) = [one for one in read(tmp_path, ("nemo.yaml", short), world_size=8).read.open if "K =" in one]
     assert "layers / (4 x 2)" in asked
     assert asked.endswith("add --pp-schedule interleaved:K")
+    masters = "{_target_: transformer_engine.pytorch.optimizers.fused_adam.FusedAdam, master_weights: true"
+    for more, name in (("}", "adamw-master"), (", store_param_remainders: true}", "adamw-remainders")):
+        text = PIPELINED.replace("{_target_: torch.optim.AdamW, foreach: false}", masters + more)
+        assert read(tmp_path, ("nemo.yaml", text), world_size=8).values["policy"]["optimizer"] == name
     alone = PIPELINED.replace("pp_size: 2", "pp_size: 1")
     run = read(tmp_path, ("nemo.yaml", alone), world_size=8)
     assert "pp_schedule" not in run.values["policy"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 
 from fsdp2prof.estimators.config.lora import peft_targets
-from fsdp2prof.estimators.config.trainers.hugging_face import ALL_LAYERS, is_on, refuse_if_given
+from fsdp2prof.estimators.config.trainers.hugging_face import ALL_LAYERS, is_on
 from fsdp2prof.estimators.config.trainers.reading import Reading, Value
 
 _RECIPES = (
@@ -242,23 +242,32 @@ def _batch(run: Reading) -> None:
         run.ask("seq_len", "the data decide how long a sequence is")
 
 
+def _fused_adam(run: Reading) -> str | None:
+    """Transformer Engine's by the states it keeps of its own, None for those of torch's."""
+    masters, remainders = run.get("optimizer.master_weights"), run.get("optimizer.store_param_remainders")
+    moments = run.get("optimizer.exp_avg_dtype"), run.get("optimizer.exp_avg_sq_dtype")
+    run.get("optimizer.master_weight_dtype")
+    dtypes = {one.word().removeprefix("torch.") for one in moments if one.given} or {"float32"}
+    if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16"}:
+        run.refuse(moments[0], "moments of one dtype, float32 or bfloat16, are modelled")
+    if not is_on(masters):
+        if "bfloat16" in dtypes:
+            run.refuse(moments[0], "moments in bfloat16 are modelled beside master weights")
+        return None
+    narrow = "-bf16" if "bfloat16" in dtypes else ""
+    return f"adamw-{'remainders' if is_on(remainders) else 'master'}{narrow}"
+
+
 def _optimizer_and_loss(run: Reading) -> None:
     target = run.get("optimizer._target_")
     name = target.word().rpartition(".")[2]
     if name not in ("adam", "adamw", "sgd", "fusedadam", ""):
         run.refuse(target, "torch.optim's Adam, AdamW and SGD are modelled")
     if name:
-        if name == "fusedadam":
-            refuse_if_given(
-                run,
-                "Transformer Engine's FusedAdam is modelled without master weights of its own",
-                "optimizer.master_weights",
-                "optimizer.exp_avg_dtype",
-                "optimizer.exp_avg_sq_dtype",
-            )
-        run.set("optimizer", "adamw" if name == "fusedadam" else name, target)
+        own = _fused_adam(run) if name == "fusedadam" else None
+        run.set("optimizer", own or ("adamw" if name == "fusedadam" else name), target)
         fused, foreach = run.get("optimizer.fused"), run.get("optimizer.foreach")
-        if name == "fusedadam" or is_on(fused):
+        if own is None and (name == "fusedadam" or is_on(fused)):
             run.set("optimizer_impl", "fused", fused if is_on(fused) else target)
         elif foreach.given:
             run.set("optimizer_impl", "foreach" if is_on(foreach) else "for-loop", foreach)
