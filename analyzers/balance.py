@@ -203,18 +203,18 @@ def _judged(check: BalanceCheck, *, is_even: bool) -> BalanceCheck:
         ["All ranks have the same work in every step."]
         if not check.lost_ns
         else [
-            f"The slowest rank of a step has {format_ns(check.lost_ns)} more to do than the mean of "
-            f"{plural(len(check.ranks), 'rank')}: {format_frac(check.lost_frac)} of a step of "
-            f"{format_ns(check.step_ns)}.",
-            f"Rank {check.ranks[0].rank} causes {format_ns(check.constant_ns)} of it in the mean of "
-            f"{plural(len(check.steps), 'step')}; "
+            f"On average, the slowest rank of a step works {format_ns(check.lost_ns)} longer "
+            f"than the mean of {plural(len(check.ranks), 'rank')}: {format_frac(check.lost_frac)} of a step "
+            f"of {format_ns(check.step_ns)}.",
+            f"Over {plural(len(check.steps), 'step')}, rank {check.ranks[0].rank} causes "
+            f"{format_ns(check.constant_ns)} of it; "
             f"the other {format_ns(check.varying_ns)} come from a different rank in each step.",
         ]
     )
     if check.tokens is not None:
         verdict.append(
-            f"{format_frac(check.tokens.padding_frac)} of the tokens computed are padding, and the fullest "
-            f"rank computes {format_frac(check.tokens.imbalance_frac)} more than the mean."
+            f"{format_frac(check.tokens.padding_frac)} of the tokens computed are padding, and the rank with "
+            f"the most tokens computes {format_frac(check.tokens.imbalance_frac)} more than the mean."
         )
     return replace(
         check,

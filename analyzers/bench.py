@@ -191,11 +191,11 @@ def _verdict(measured: Measured, fits: Sequence[BenchFit], rates: Sequence[Bench
         where = f"{fit.ranks} ranks" if len(gathers) == 1 else f"{fit.ranks} ranks of {fit.mesh_dim}"
         largest = max(one.payload_bytes for one in measured.collectives if one.op == fit.op)
         if fit.half_payload_bytes is None:
-            lines.append(f"Larger all-gathers over {where} took no longer: bandwidth cannot be estimated.")
+            lines.append(f"Larger all-gathers over {where} took no longer, so bandwidth cannot be estimated.")
         elif fit.half_payload_bytes > largest:
             lines.append(
-                f"All-gathers here ({where}) are latency-bound up to the largest that was measured "
-                f"({format_bytes(largest)}): measure larger ones to tell how much to wrap together."
+                f"All-gathers here ({where}) are latency-bound up to the largest measured size "
+                f"({format_bytes(largest)}): measure larger ones to see how much to wrap together."
             )
         else:
             parameters = format_count(_rounded_up(fit.half_payload_bytes / _BYTES_A_PARAMETER))

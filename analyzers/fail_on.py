@@ -311,72 +311,76 @@ def _change(
 ) -> dict[str, Metric]:
     """Return the metrics of a changed time: as a fraction of before, and in milliseconds."""
     kinds = {
-        "frac": ("of before", _of_whole(lambda comparison: _frac(change(comparison)))),
-        "delta_ms": ("milliseconds", _of_whole(lambda comparison: _delta_ms(change(comparison)))),
+        "frac": ("relative to before", _of_whole(lambda comparison: _frac(change(comparison)))),
+        "delta_ms": ("in milliseconds", _of_whole(lambda comparison: _delta_ms(change(comparison)))),
     }
     return {
-        f"{name}_{kind}": Metric(f"change of {what}, {unit}{else_of}", "comparison", values, timed=True)
+        f"{name}_{kind}": Metric(f"change of {what} {unit}{else_of}", "comparison", values, timed=True)
         for kind, (unit, values) in kinds.items()
     }
 
 
 METRICS: dict[str, Metric] = {
-    "exposed_frac": Metric("exposed communication, of step time", "trace", _of_steps(_exposed_ns)),
+    "exposed_frac": Metric(
+        "exposed communication as a fraction of step time", "trace", _of_steps(_exposed_ns)
+    ),
     "overlap_frac": Metric(
-        "communication hidden behind compute or FSDP copies, of all communication",
+        "fraction of communication hidden behind compute or FSDP copies",
         "trace",
         lambda analysis: {rank.rank: rank.communication.overlap_frac for rank in analysis.ranks},
     ),
     "compute_frac": Metric(
-        "compute, of step time",
+        "compute as a fraction of step time",
         "trace",
         _of_steps(lambda rank: sum(s.breakdown_ns.compute for s in rank.steps)),
     ),
     "idle_frac": Metric(
-        "device idle, of step time",
+        "device idle time as a fraction of step time",
         "trace",
         _of_steps(lambda rank: sum(s.breakdown_ns.idle for s in rank.steps)),
     ),
     "step_time_ms": Metric(
-        "median unrecorded step, milliseconds; the mean traced one where none is known",
+        "median unrecorded step in milliseconds; if unknown, the mean traced step",
         "step",
         _step_ms(lambda step: step.median_ns, _TRACED_MEAN),
     ),
     "step_time_max_ms": Metric(
-        "longest unrecorded step, milliseconds; the longest traced one where none is known",
+        "longest unrecorded step in milliseconds; if unknown, the longest traced step",
         "step",
         _step_ms(lambda step: step.max_ns, _TRACED_MAX),
     ),
-    "traced_step_time_ms": Metric("mean traced step, milliseconds", "trace", _TRACED_MEAN),
-    "traced_step_time_max_ms": Metric("longest traced step, milliseconds", "trace", _TRACED_MAX),
-    "wait_frac": Metric("waiting for other ranks in collectives, of step time", "trace", _wait_frac),
-    "attributed_frac": Metric(
-        "collective time placed on a layer, of all collective time", "trace", _attributed_frac
+    "traced_step_time_ms": Metric("mean traced step in milliseconds", "trace", _TRACED_MEAN),
+    "traced_step_time_max_ms": Metric("longest traced step in milliseconds", "trace", _TRACED_MAX),
+    "wait_frac": Metric(
+        "waiting for other ranks in collectives as a fraction of step time", "trace", _wait_frac
     ),
+    "attributed_frac": Metric("fraction of collective time attributed to a layer", "trace", _attributed_frac),
     "high_findings": Metric("findings of high severity", "trace", _high_findings),
     "peak_allocated_gib": Metric(
-        "peak allocated memory, GiB", "memory", _of_memory(lambda rank: rank.peak.allocated_bytes / _GIB)
+        "peak allocated memory in GiB", "memory", _of_memory(lambda rank: rank.peak.allocated_bytes / _GIB)
     ),
-    "peak_reserved_gib": Metric("reserved memory at the peak, GiB", "memory", _of_memory(_reserved_gib)),
+    "peak_reserved_gib": Metric("reserved memory at the peak in GiB", "memory", _of_memory(_reserved_gib)),
     "unattributed_frac": Metric(
-        "memory at the peak without a known role, of the peak", "memory", _of_memory(_unattributed_frac)
+        "memory without a known role as a fraction of the peak", "memory", _of_memory(_unattributed_frac)
     ),
     **_change(
         "step_time",
         "the median unrecorded step",
         lambda comparison: comparison.unrecorded_step or comparison.step,
-        "; of the mean traced one where none is known",
+        "; if unknown, of the mean traced step",
     ),
     **_change("traced_step_time", "the mean traced step", lambda comparison: comparison.step),
     "unrecorded_step_frac": Metric(
-        "change of the median unrecorded step, of before",
+        "change of the median unrecorded step relative to before",
         "comparison",
         _of_whole(lambda comparison: _frac(comparison.unrecorded_step)),
         timed=True,
     ),
     **_change("exposed_time", "exposed communication in a mean step", lambda comparison: comparison.exposed),
     "wire_bytes_frac": Metric(
-        "change of the bytes a rank sends in a step, of before", "comparison", _of_whole(_wire_frac)
+        "change of the bytes that a rank sends per step relative to before",
+        "comparison",
+        _of_whole(_wire_frac),
     ),
     "unequal_collectives": Metric(
         "rows (layer, phase, op) whose count or bytes are not exactly equal",
@@ -384,7 +388,7 @@ METRICS: dict[str, Metric] = {
         _of_whole(_unequal),
     ),
     "peak_allocated_frac": Metric(
-        "change of peak allocated memory, of before",
+        "change of peak allocated memory relative to before",
         "comparison",
         _of_peaks(
             lambda row: (
@@ -393,7 +397,7 @@ METRICS: dict[str, Metric] = {
         ),
     ),
     "peak_reserved_frac": Metric(
-        "change of reserved memory at the peak, of before", "comparison", _of_peaks(_reserved_frac)
+        "change of reserved memory at the peak relative to before", "comparison", _of_peaks(_reserved_frac)
     ),
 }
 """Every metric a condition may name."""

@@ -126,9 +126,9 @@ def _ranks_and_steps(analysis: TraceAnalysis, focus: Focus) -> TraceAnalysis:
         if wanted(rank.rank)
     ]
     groups = [row for row in analysis.groups if wanted(row.rank, row.step)]
-    gone = ["bandwidth", "kernels", "what was tried"]
+    gone = ["bandwidth", "kernels", "replayed changes"]
     if focus.steps is not None:
-        gone.append("host synchronisations")
+        gone.append("host synchronizations")
     narrowed = summarise(
         replace(
             analysis,
@@ -144,7 +144,7 @@ def _ranks_and_steps(analysis: TraceAnalysis, focus: Focus) -> TraceAnalysis:
             timeline=_timeline(analysis.timeline, focus),
             warnings=[
                 *analysis.warnings,
-                f"shown: {replace(focus, layers=None)}; left out, as they cover the whole run: "
+                f"shown: {replace(focus, layers=None)}; left out, because they cover the whole run: "
                 + ", ".join(gone),
             ],
         )
@@ -159,7 +159,7 @@ def _attribution(groups: Sequence[GroupRow]) -> Attribution:
         attributed=sum(row.count for row in groups if row.fqn is not None),
         comm_ns=sum(row.total_ns for row in groups),
         attributed_ns=sum(row.total_ns for row in groups if row.fqn is not None),
-        unattributed_reasons={"see the whole analysis for the reasons": lost} if lost else {},
+        unattributed_reasons={"see the unfiltered analysis for the reasons": lost} if lost else {},
     )
 
 

@@ -292,8 +292,8 @@ def with_trial(analysis: RunAnalysis, trial: TrialResult | None) -> RunAnalysis:
     verdict = analysis.verdict
     if best is not None and best.outcome == "faster" and best.gained_ns and best.low_ns and best.high_ns:
         interval = f"95 % interval {format_ns(best.low_ns)} to {format_ns(best.high_ns)}"
-        gain = f"{format_ns(best.gained_ns)} off a step ({format_frac(best.gained_frac or 0.0)}; {interval})"
-        said = f"Measured in this job: {best.change} takes {gain}."
+        gain = f"{format_ns(best.gained_ns)} per step ({format_frac(best.gained_frac or 0.0)}; {interval})"
+        said = f"Measured in this job: {best.change} saves {gain}."
         verdict = [said, *(line for line in verdict if not line.startswith(NOTHING))][:_SENTENCES]
     return replace(analysis, verdict=verdict, trial=trial)
 

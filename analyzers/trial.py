@@ -139,7 +139,7 @@ def _verdict(tried: Sequence[TriedChange], step_ns: float | None, trial: Trial) 
     best = tried[0]
     if best.outcome == "faster" and best.gained_ns is not None and best.low_ns is not None:
         said = [
-            f"{best.change} is the fastest: {format_ns(best.gained_ns)} less a step "
+            f"{best.change} is the fastest: it saves {format_ns(best.gained_ns)} per step "
             f"({format_frac(best.gained_frac or 0.0)} of {format_ns(step_ns)}), "
             f"95 % interval {format_ns(best.low_ns)} to {format_ns(best.high_ns or 0.0)}, "
             f"over {plural(best.rounds, 'round')}."
@@ -153,6 +153,7 @@ def _verdict(tried: Sequence[TriedChange], step_ns: float | None, trial: Trial) 
     said = ["No candidate is measurably faster than the script's own settings."]
     if best.rounds < LEAST_ROUNDS:
         said.append(
-            f"Only {plural(best.rounds, 'round')} ran, of at least {LEAST_ROUNDS}: train longer or try fewer."
+            f"Only {plural(best.rounds, 'round')} of at least {LEAST_ROUNDS} ran: train longer or try fewer "
+            "candidates."
         )
     return said

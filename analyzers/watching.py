@@ -141,7 +141,7 @@ def _with_verdict(run: WatchedRun, behind: Mapping[int, Sequence[int]]) -> Watch
     lines = [f"A step takes {format_ns(run.step_ns)} (median of the last {len(run.steps)}){exposed}."]
     slowest = run.ranks[0]
     if (slowest.behind_ns or 0) > _WORTH_NAMING * run.step_ns and _steadily(slowest.rank, behind):
-        others = "the other" if len(behind) == 2 else "the median of ranks"
+        others = "the other" if len(behind) == 2 else "the median rank"
         lines.append(
             f"Rank {slowest.rank} needs {format_ns(slowest.behind_ns or 0)} more for its own work than "
             f"{others}: the others wait for it."
@@ -162,7 +162,7 @@ def _growth(run: WatchedRun) -> list[str]:
     memory = "reserved" if most.reserved_peak_bytes is not None else "resident"
     up_to = "up to " if len(grown) > 1 else ""
     return [
-        f"The peak of {memory} memory of {whose} grew over these steps, by {up_to}"
+        f"Peak {memory} memory of {whose} grew over these steps by {up_to}"
         f"{format_bytes(most.growth_bytes or 0)} to {format_bytes(most.peak_bytes or 0)} (rank {most.rank})."
     ]
 

@@ -153,7 +153,7 @@ def _verdict(
 ) -> list[str]:
     lines = [
         f"The sharded checkpoint holds {format_bytes(sharded_bytes)} in {plural(writers + 1, 'file')}: "
-        f"a rank writes {format_bytes(largest_bytes)} at most.",
+        f"a rank writes at most {format_bytes(largest_bytes)}.",
         f"A full state dict passes through one rank, which needs {format_bytes(full_bytes)} for it.",
     ]
     if seconds is not None:

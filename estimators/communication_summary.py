@@ -110,7 +110,7 @@ def _summed(layers: Sequence[Sequence[CommRow]]) -> list[CommRow]:
 
 def _verdict(total: CommTotals, per_step: dict[str, CommTotals], folded: Sequence[CommRow]) -> list[str]:
     if not total.wire_bytes:
-        return ["Nothing is sent: every group has one rank."]
+        return ["There is no communication: every group has one rank."]
     parts = sorted(per_step.items(), key=lambda item: -item[1].wire_bytes)
     sent = [(op_label(op), format_frac(part.wire_frac)) for op, part in parts if _is_named(part)]
     most = max(folded, key=lambda row: row.wire_bytes)
@@ -143,7 +143,7 @@ def _reduce_once(reduced: int, policy: EstimatedPolicy) -> tuple[int, str]:
         return 0, ""
     saved = reduced * (policy.grad_accum - 1) // policy.grad_accum
     return saved, (
-        f"Reducing gradients after the last of {policy.grad_accum} micro-batches only (sync=last) saves "
+        f"Reducing gradients after the last of {policy.grad_accum} micro-batches (sync=last) saves "
         f"{format_bytes(saved)}, and keeps unsharded gradients in between."
     )
 

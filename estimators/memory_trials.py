@@ -159,7 +159,7 @@ def _advice(tried: list[TriedChange]) -> list[str]:
     if not fitting:
         least = min(tried, key=lambda one: one.reserved_bytes, default=None)
         if least is None:
-            return ["no known change could be tried"]
+            return ["no known change applies"]
         return [
             f"none of {len(tried)} changes that were tried fits; the smallest, "
             f"{' with '.join(least.changes)}, reserves {format_bytes(least.reserved_bytes)}"

@@ -44,7 +44,7 @@ def mesh_change(value: str, cluster: Cluster | None) -> Change:
     def apply(changed: Changed) -> Changed:
         old = _recorded_mesh(changed.job)
         if old == new:
-            raise NotApplicableError("the run has this mesh already")
+            raise NotApplicableError("the run already has this mesh")
         costs = _costs(changed.job, old, new, cluster)
         meetings = _Meetings(changed.job)
         job = [_remeshed(program, new, costs, meetings) for program in changed.job]
@@ -96,7 +96,7 @@ def _recorded_mesh(job: Job) -> MeshSpec:
 
 
 def _assumptions(old: MeshSpec, new: MeshSpec, cluster: Cluster | None) -> list[str]:
-    notes = [f"each rank does the work that it did under {old}; shards are that much larger or smaller"]
+    notes = [f"each rank does the same work as under {old}; shards are that much larger or smaller"]
     if new.world_size != old.world_size:
         notes.append(
             f"{new.world_size} ranks in place of {old.world_size} train on "

@@ -122,6 +122,6 @@ def _verdict(methods: Sequence[PackingMethod]) -> list[str]:
         f"packed it is {format_frac(packed.padding_frac)}.",
         f"Packed, the epoch has {format_count(packed.sequences)} sequences instead of "
         f"{format_count(padded.sequences)}: {padded.tokens / packed.tokens:.2f} times fewer tokens.",
-        f"Without a document mask {format_frac(1 - packed.useful_pairs_frac)} of their attention is between "
+        f"Without a document mask {format_frac(1 - packed.useful_pairs_frac)} of the attention is between "
         "documents or padding.",
     ]

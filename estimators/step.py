@@ -97,7 +97,7 @@ def predict_step(
     )
     if measured is not None:
         known = anchored_on([own], cluster, exact=True)
-        half, why = _REPEATED, f"the step was measured, and is assumed to repeat within {_REPEATED:.0%}"
+        half, why = _REPEATED, f"the step was measured; it is assumed to repeat within {_REPEATED:.0%}"
     else:
         known = anchored_on(anchors, cluster, exact=False)
         half = known.half_width(sensitivities(own, known.cluster)[1])
@@ -457,7 +457,7 @@ _BOUNDS = {
     "pcie": "PCIe",
     "gloo": "The ranks' transport",
     "network": "The network between nodes",
-    "host": "The host, which issues too slowly,",
+    "host": "The host, which launches too slowly,",
     "host_optimizer": "The optimizer on the host",
 }
 """What bounds a step, at the beginning of a sentence."""

@@ -1,6 +1,6 @@
-"""fsdp2prof: where a PyTorch FSDP2 step goes, what fills memory at the peak, what a run will need.
+"""fsdp2prof: profiling, memory and communication analysis for PyTorch FSDP2.
 
-``import fsdp2prof`` is cheap: torch, pandas, plotly and hta are imported by the call that needs them.
+``import fsdp2prof`` is cheap: torch, pandas, plotly and hta are imported by the calls that need them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _HOMES = {
     "fsdp2prof.results.what_if": ("WhatIf",),
     "fsdp2prof.workflows.ranks.one_rank": ("references",),
 }
-"""Where the public names live; each is imported when it is first used."""
+"""Module of each public name; a module is imported on first use."""
 
 _PUBLIC = {name: home for home, names in _HOMES.items() for name in names}
 

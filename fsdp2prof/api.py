@@ -1,7 +1,7 @@
-"""From Python: a path to a result, and a recording in hand.
+"""The Python API: functions that turn a path into a result, and opened recordings.
 
-Everything here is offered as ``fsdp2prof.NAME``. A result is what ``--format json`` writes; it shows itself
-in a notebook, and as data frames and figures (:class:`~fsdp2prof.results.shown.Shown`).
+All names are available as ``fsdp2prof.NAME``. A result has the content of ``--format json``; it displays
+itself in a notebook and offers data frames and figures (:class:`~fsdp2prof.results.shown.Shown`).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def analyze_trace(
     iteration: int | None = None,
     **options: Unpack[TraceOptions],
 ) -> TraceAnalysis:
-    """Analyze traces: where the step goes, and which communication of which layer is exposed.
+    """Analyze traces: the breakdown of the step, and the exposed communication of each layer.
 
-    ``path`` is a run directory, a Kineto trace, or a folder of traces. ``ranks`` and ``steps`` choose some,
-    ``iteration`` one of several profiling cycles; :func:`~fsdp2prof.references` says what speeds are
-    measured against. Raises ``InputError`` or one of its kinds for what is not there or cannot be read.
+    ``path`` is a run directory, a Kineto trace, or a folder of traces. ``ranks`` and ``steps`` select some of
+    them, ``iteration`` one of several profiling cycles; :func:`~fsdp2prof.references` gives the figures that
+    speeds are compared with. Raises ``InputError`` or a subclass for missing or unreadable input.
     """
     return analyze.analyze_trace(open_job(path, ranks=ranks, iteration=iteration), **options)
 
@@ -50,9 +50,9 @@ def analyze_trace(
 def analyze_memory(
     path: str | Path, *, ranks: Collection[int] | None = None, iteration: int | None = None
 ) -> MemoryAnalysis:
-    """Analyze memory recordings: what fills the device at the peak, by layer, phase and kind of tensor.
+    """Analyze memory recordings: the peak by layer, phase and kind of tensor.
 
-    ``path`` is a run directory, a memory snapshot, or a folder of snapshots. Raises as
+    ``path`` is a run directory, a memory snapshot, or a folder of snapshots. Raises the same errors as
     :func:`analyze_trace`.
     """
     return analyze.analyze_memory(open_job(path, ranks=ranks, iteration=iteration))
@@ -65,17 +65,15 @@ def analyze_run(
     iteration: int | None = None,
     **options: Unpack[TraceOptions],
 ) -> RunAnalysis:
-    """Analyze a run: its command and end, its traces and its memory.
-
-    Raises as :func:`analyze_trace`.
-    """
+    """Analyze a run: its command and outcome, its traces and its memory. Raises the same errors as
+    :func:`analyze_trace`."""
     return analyze.analyze_run(open_job(path, ranks=ranks, iteration=iteration), **options)
 
 
 def compare(before: str | Path, after: str | Path, **chosen: Unpack[Chosen]) -> RunComparison:
     """Compare two runs, traces, recordings, estimates, or saved JSON of any of them.
 
-    Raises as :func:`analyze_trace`, and if the two share nothing.
+    Raises the same errors as :func:`analyze_trace`, and ``InputError`` if the two have nothing in common.
     """
     return comparing.compare(Path(before), Path(after), **chosen)
 
@@ -91,8 +89,8 @@ def what_if(
 ) -> WhatIf:
     """Replay a recorded run with changes, or with every single change in turn.
 
-    ``settings`` and ``without`` are written as for the command (``["reshard=never"]``, ``["host_syncs"]``).
-    Raises as :func:`analyze_trace`, and ``UsageError`` for a change that is not one.
+    ``settings`` and ``without`` have the syntax of the command (``["reshard=never"]``, ``["host_syncs"]``).
+    Raises the same errors as :func:`analyze_trace`, and ``UsageError`` for an unknown change.
     """
     job = open_job(path, ranks=ranks, iteration=iteration)
     return replaying.what_if(job, settings=settings, without=without, steps=steps)
@@ -101,19 +99,19 @@ def what_if(
 def load(
     path: str | Path, *, ranks: Collection[int] | None = None, iteration: int | None = None
 ) -> Recording:
-    """Open a run, traces or memory recordings; each part is read when it is first asked for.
+    """Open a run, traces or memory recordings; each part is read on first access.
 
-    Raises ``InputError`` for what is not there, ``RunDirectoryError`` for a run that cannot be read.
+    Raises ``InputError`` for missing input, ``RunDirectoryError`` for a run that cannot be read.
     """
     return Recording(open_job(path, ranks=ranks, iteration=iteration))
 
 
 class Analysis(Generic[_Result]):
-    """A result in hand: each of its tables is an attribute, as a DataFrame; the rest is the result's own.
+    """A result whose tables are attributes, as DataFrames; all other attributes are the result's own.
 
     ``run.trace.by_layer`` is a DataFrame, ``run.trace.verdict`` the sentences, and
-    ``run.trace.figure("timeline")`` a chart. ``result`` is what :func:`analyze_trace` or
-    :func:`analyze_memory` gives, its rows included.
+    ``run.trace.figure("timeline")`` a chart. ``result`` is the object that :func:`analyze_trace` or
+    :func:`analyze_memory` returns.
     """
 
     def __init__(self, result: _Result) -> None:
@@ -132,7 +130,7 @@ class Analysis(Generic[_Result]):
 
     @cached_property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """Every table by its name, in raw units (``_ns``, ``_bytes``, ``_frac``); unknown is NA."""
+        """Return every table by name, in raw units (``_ns``, ``_bytes``, ``_frac``); unknown values: NA."""
         return self.result.to_pandas()
 
     def _repr_html_(self) -> str:
@@ -149,25 +147,26 @@ class Recording:
         return f"fsdp2prof.load({str(self._job.path)!r})"
 
     def _repr_html_(self) -> str:
-        """Analyse all that the job left, and return the first screen of it."""
+        """Analyse everything the job left, and return the first screen."""
         return analyze.analyze_any(self._job)._repr_html_()
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """Path of the run."""
         return self._job.path
 
     @cached_property
     def run(self) -> RunSummary | None:
-        """What was run and how it ended; None where no recorder of ours was there."""
+        """Command and outcome of the run; None without a manifest."""
         return None if self._job.run is None else summarize_run(self._job.run)
 
     @cached_property
     def trace(self) -> Analysis[TraceAnalysis] | None:
-        """The analysis of its traces; None where it has none. Raises ``TraceError`` if unreadable."""
+        """Analysis of the traces; None without traces. Raises ``TraceError`` if they are unreadable."""
         return Analysis(analyze.analyze_trace(self._job)) if self._job.traces.files else None
 
     @cached_property
     def memory(self) -> Analysis[MemoryAnalysis] | None:
-        """The analysis of its memory; None where it has none. Raises ``SnapshotError`` if unreadable."""
+        """Analysis of the memory recordings; None without any. Raises ``SnapshotError`` if they are
+        unreadable."""
         return Analysis(analyze.analyze_memory(self._job)) if self._job.recordings.files else None

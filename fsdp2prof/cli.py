@@ -27,7 +27,7 @@ _VERBS = {
     ),
     "estimate": (
         "fsdp2prof.commands.estimate:estimate",
-        "Estimate a run that has not happened: memory, communication, checkpoints.",
+        "Estimate a run in advance: memory, communication, step time, checkpoints.",
     ),
     "plan": (
         "fsdp2prof.commands.plan:plan",
@@ -39,7 +39,7 @@ _VERBS = {
     ),
     "inspect": (
         "fsdp2prof.commands.inspect:inspect",
-        "Look up a mesh, a sharding, a checkpoint, models, hardware, categories.",
+        "Look up meshes, shardings, checkpoints, models, hardware, categories.",
     ),
     "bench": ("fsdp2prof.commands.bench:bench", "Measure links, devices and hosts of a cluster."),
     "compare": (
@@ -55,7 +55,7 @@ _VERBS = {
         "fsdp2prof.commands.export:export",
         "Export a run: Perfetto, Parquet, CSV, OpenMetrics, Chakra.",
     ),
-    "mcp": ("fsdp2prof.commands.mcp:mcp", "Serve the verbs to an agent, by the Model Context Protocol."),
+    "mcp": ("fsdp2prof.commands.mcp:mcp", "Serve the commands to agents through the Model Context Protocol."),
     "skill": ("fsdp2prof.commands.mcp:skill", "Print instructions for agents that use these commands."),
     "report": ("fsdp2prof.commands.report:report", "Write a run's report as one offline HTML file."),
 }

@@ -24,11 +24,11 @@ import re
 _LINE_BREAKS = re.compile(r"\s*[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]\s*")
 _LONG_WORD = re.compile(r"\S{400,}")
 _LONGEST = 4000
-"""Characters of a message; what it quotes of a file may be of any length."""
+"""Characters of a message, which may quote text of any length."""
 
 
 class Fsdp2ProfError(Exception):
-    """Base of every error this package raises on purpose; its message is one line, whatever it quotes."""
+    """Base of every error that this package raises on purpose; its message is one line."""
 
     exit_code = 1
 
@@ -39,7 +39,7 @@ class Fsdp2ProfError(Exception):
 
 
 class InputError(Fsdp2ProfError):
-    """Input that cannot be used: missing, empty, truncated, or not what its name says."""
+    """Unusable input: missing, empty, truncated, or not of the kind its name suggests."""
 
 
 class TraceError(InputError):
@@ -47,7 +47,7 @@ class TraceError(InputError):
 
 
 class SnapshotError(InputError):
-    """A file that is not a readable allocator snapshot, or a pickle that wants more than containers."""
+    """A file that is not a readable allocator snapshot, or a pickle with more than plain containers."""
 
 
 class FlightRecorderError(InputError):
@@ -55,7 +55,7 @@ class FlightRecorderError(InputError):
 
 
 class RunDirectoryError(InputError):
-    """A run directory that is missing, empty, of a newer schema, or already there."""
+    """A run directory that is missing, empty, of a newer schema, or already exists."""
 
 
 class ModelError(InputError):
@@ -63,16 +63,16 @@ class ModelError(InputError):
 
 
 class ClusterError(Fsdp2ProfError):
-    """A Dask cluster that does not answer, has no worker, or has workers that cannot do the work."""
+    """A Dask cluster that does not answer, has no worker, or whose workers cannot do the work."""
 
 
 class UsageError(Fsdp2ProfError):
-    """Options that contradict each other or miss their partner."""
+    """Options that contradict each other or that need another option."""
 
     exit_code = 2
 
 
 class ThresholdError(Fsdp2ProfError):
-    """A ``--fail-on`` condition held."""
+    """A ``--fail-on`` condition that holds."""
 
     exit_code = 3

@@ -1,7 +1,7 @@
-"""What a run directory says about itself: ``run.json`` and each rank's ``manifest.json``.
+"""Contents of ``run.json`` and of each rank's ``manifest.json``.
 
-Written by the recorder, read by everything else. Times are nanoseconds, sizes bytes. Fields may be added;
-a reader refuses a schema with a higher number.
+Written by the recorder and read by everything else. Times are nanoseconds, sizes bytes. Fields may be added;
+a reader refuses a newer schema.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ MANIFEST_SCHEMA = "fsdp2prof.manifest/1"
 RECORDING_SCHEMA = "fsdp2prof.recording/1"
 
 RANK_LIMIT = 1 << 17
-"""No run has so many ranks."""
+"""Upper limit of the number of ranks of a run."""
 
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=RANK_LIMIT)]
-"""A rank, or how many there are: more than the largest cluster has, few enough to list."""
+"""A rank or a number of ranks: larger than any cluster, small enough to list."""
 Index: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 32)]
-"""A position among parameters, groups, roots, steps, devices; -1 where it is unknown."""
+"""Position of a parameter, group, root, step or device; -1 is unknown."""
 Amount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-"""Bytes, nanoseconds or elements: what fits 64 bits when it is added up."""
+"""Bytes, nanoseconds or elements, limited so that sums fit 64 bits."""
 Shape: TypeAlias = Annotated[
     list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]], msgspec.Meta(max_length=64)
 ]
 
 State = Literal["running", "complete", "partial", "crashed", "other"]
-"""``running``: not ended, or killed unheard; ``partial``: less was captured than asked for."""
+"""State of a run or rank. ``running``: not ended, or killed; ``partial``: less was captured than requested.
+"""
 
 
 class _Record(msgspec.Struct, kw_only=True, omit_defaults=False):
-    """Base: keyword-only, unknown keys ignored (a newer minor writer may add some)."""
+    """Base class: keyword-only; ignores unknown keys, which a newer version may add."""
 
 
 def _told(description: str, **constraints: Any) -> msgspec.Meta:
@@ -40,23 +41,24 @@ def _told(description: str, **constraints: Any) -> msgspec.Meta:
 
 
 class TrialOptions(_Record):
-    """What is tried in a running job, and for how long."""
+    """Options of ``fsdp2prof try``: candidates and duration."""
 
     candidates: list[str] = msgspec.field(default_factory=list)
-    """``NAME=VALUE`` each; none lets ``whatif`` choose on the first recorded steps."""
+    """Candidates as ``NAME=VALUE``; if empty, ``whatif`` chooses from the first recorded steps."""
     best: int = 3
-    """How many ``whatif`` chooses, those with the largest predicted gain."""
+    """Number of candidates that ``whatif`` chooses, those with the largest predicted gain."""
     steps: int = 240
-    """Timed steps and those before each block; the recorded ones come on top."""
+    """Number of timed steps, including the untimed first step of each block; recorded steps are extra."""
     seed: int = 0
     changes_results: bool = False
-    """Whether candidates are allowed that change results."""
+    """Whether to allow candidates that change results."""
 
 
 class RecordOptions(_Record):
-    """What is recorded: which steps of which ranks, and what of them.
+    """Options of a recording: ranks, steps, and contents.
 
-    The command line and ``Recorder`` are made from these fields; a description is an option's help.
+    The command line and ``Recorder`` are generated from these fields; a field's description is the option's
+    help.
     """
 
     wait: Annotated[int, _told("Steps before the warm-up.", ge=0)] = 1
@@ -73,9 +75,9 @@ class RecordOptions(_Record):
     ] = None
     max_size: Annotated[
         str | None,
-        _told("Start no further recording once those of the run take this much space, for example 20GB."),
+        _told("Start no further recording once the run's recordings take this much space, for example 20GB."),
     ] = None
-    memory: Annotated[bool, _told("Record allocations, on steps of their own after the traced ones.")] = True
+    memory: Annotated[bool, _told("Record allocations, in separate steps after the traced ones.")] = True
     memory_steps: Annotated[int, _told("Steps whose allocations are recorded.", ge=0)] = 2
     summary: Annotated[
         bool, _told("Store no trace: the steps of each rank are analysed and the result is stored.")
@@ -83,42 +85,44 @@ class RecordOptions(_Record):
     max_trace_size: Annotated[
         str | None,
         _told(
-            "Trace fewer steps where a rank's file would pass this size, for example 200MB; one more step is "
-            "traced first, to measure it."
+            "Trace fewer steps if a rank's file would exceed this size, for example 200MB; first traces one "
+            "more step to measure it."
         ),
     ] = None
     watch: Annotated[bool, _told("Write one line for every step, for `fsdp2prof watch`.")] = False
     hang_after: Annotated[
         int | None,
-        _told("If no step ends for this many seconds, keep every rank's last collectives and stacks."),
+        _told("If no step ends for this many seconds, save every rank's last collectives and stacks."),
     ] = None
-    ranks: Annotated[str, _told("all, a list as 0,3 or sample:K: K of different mesh coordinates.")] = "all"
+    ranks: Annotated[
+        str, _told("all, a list such as 0,3, or sample:K: K ranks with different mesh coordinates.")
+    ] = "all"
     shapes: Annotated[
-        bool, _told("Record the shapes of operators' inputs; gloo's payload bytes come from them.")
+        bool, _told("Record the shapes of operators' inputs, from which gloo's payload bytes are computed.")
     ] = True
     verify: Annotated[
         bool,
-        _told("Compare every byte of replicas after the first step, not a sample: see `check`."),
+        _told("Hash every byte of replicas after the first step, not a sample: see `check`."),
     ] = False
     stacks: Annotated[bool, _told("Record Python stacks; slows the recorded steps.")] = False
     trial: TrialOptions | None = None
-    """What is tried between steps; None is nothing."""
+    """Settings that `fsdp2prof try` alternates between steps, or None."""
 
 
 class Rehearsal(_Record):
-    """One process that stood for a rank of a world that was not there: its collectives moved nothing."""
+    """A rehearsal: one process acted as one rank of a larger world, and its collectives moved nothing."""
 
     world_size: Index
     rank: Index
-    """The rank it was."""
+    """Rehearsed rank."""
     local_world_size: Index = 1
     """``LOCAL_WORLD_SIZE``, as torchrun would have set it."""
     meta: bool = False
-    """Its tensors had sizes and no data."""
+    """Whether tensors had sizes and no data."""
 
 
 class RunInfo(_Record):
-    """``run.json``, and ``run-node-0000N.json`` of every further node: what ran, where, and how it ended."""
+    """``run.json`` and each further node's ``run-node-0000N.json``: command, hosts and outcome."""
 
     schema: str = RUN_SCHEMA
     command: list[str] = []
@@ -133,39 +137,39 @@ class RunInfo(_Record):
     environment: dict[str, str] = {}
     options: RecordOptions = msgspec.field(default_factory=RecordOptions)
     rehearsal: Rehearsal | None = None
-    """Null where the training ran."""
+    """The rehearsal; null if the run was a real training."""
     wrappers: list[str] = []
-    """Classes beside ``fully_shard`` that wrapped a model: DistributedDataParallel, FSDP1."""
+    """Classes other than ``fully_shard`` that wrapped a model: DistributedDataParallel, FSDP1."""
     messages: list[str] = []
-    """What a person should know: ranks without a sign of life, a crash, a schedule cut short."""
+    """Messages for the user: ranks that were not recorded, a crash, an incomplete schedule."""
 
 
 class RecordingInfo(_Record):
-    """``recording.json``: one of several recordings of a run, as its first rank planned it."""
+    """``recording.json``: one of several recordings of a run, as planned by its first rank."""
 
     schema: str = RECORDING_SCHEMA
     number: Index = 0
     step: Index = 0
-    """First traced step, of every rank; the first memory step where none is traced."""
+    """First traced step of every rank; the first memory step if no step is traced."""
     reason: str = ""
-    """Why it was made, for a person."""
+    """Reason for the recording, in words."""
     announced_at_step: int = 0
-    """The step with which it was decided on; 0 for a recording on schedule."""
+    """Step in which the recording was decided; 0 for a scheduled recording."""
     attempt: int = 0
-    """How often torchrun had restarted the ranks."""
+    """Number of times that torchrun had restarted the ranks."""
 
 
 class DeviceInfo(_Record):
     """The rank's device."""
 
     type: str
-    """torch's: ``cuda`` (also on ROCm builds), ``xpu``, ... or ``cpu``."""
+    """torch's device type: ``cuda`` (also on ROCm builds), ``xpu``, ... or ``cpu``."""
     index: Index | None = None
     name: str = ""
     total_bytes: Amount | None = None
     capability: str | None = None
     uuid: str | None = None
-    """The driver's: with a visible device each, as Slurm gives them, ranks have the same index."""
+    """The driver's id of the device, because ranks that see one device each (Slurm) all have index 0."""
 
 
 class ProcessGroupInfo(_Record):
@@ -179,13 +183,13 @@ class ProcessGroupInfo(_Record):
 
 
 class MeshInfo(_Record):
-    """A device mesh some parameter group is sharded on."""
+    """A device mesh over which parameter groups are sharded."""
 
     device_type: str
     shape: Shape
     dim_names: list[str] | None = None
     dim_groups: list[str] = []
-    """Process group name of each dimension."""
+    """Process group name of each mesh dimension."""
 
 
 class ParameterInfo(_Record):
@@ -194,58 +198,59 @@ class ParameterInfo(_Record):
     fqn: str
     global_shape: Shape
     local_shape: Shape
-    """This rank's shard, without padding."""
+    """Shape of this rank's shard, without padding."""
     padded_local_shape: Shape
-    """What the all-gather sends: equal on all ranks."""
+    """Shape of the shard that the all-gather sends, which is equal on all ranks."""
     dtype: str
-    """Original (optimizer's) dtype, without ``torch.``."""
+    """Dtype of the original (the optimizer's) parameter, without ``torch.``."""
     placement: str
     requires_grad: bool
     all_gather_dtypes: list[str] = []
-    """Dtypes of its all-gather inputs; several with tensor extensions (fp8)."""
+    """Dtypes of the all-gather inputs; several with tensor extensions (fp8)."""
     all_gather_numels: list[Amount] = []
     """Elements of each all-gather input on this rank, padding included."""
     address: int | None = None
-    """Data pointer of the sharded storage when the memory recording began."""
+    """Data pointer of the sharded storage at the start of the memory recording."""
     tensor_parallel: str | None = None
-    """Placements on other mesh dimensions, as text; null for pure FSDP."""
+    """Placements on other mesh dimensions as text; null without tensor parallelism."""
     position: Index = -1
-    """Index in ``named_parameters()`` of its root; -1 unknown."""
+    """Index in the root module's ``named_parameters()``; -1 is unknown."""
     optimized: bool | None = None
-    """Whether an optimizer held it after the second step, one that had not stepped included; null unknown."""
+    """Whether an optimizer held the parameter after the second step, stepped or not; null is unknown."""
     checksum: str | None = None
-    """Of this rank's shard after the first step, with ``verify``; without it of the first 1,024 elements of
-    the largest shard of a group with replicas."""
+    """Checksum of this rank's shard after the first step: of all bytes with ``verify``, otherwise of the
+    first 1,024 elements of the largest shard of a group with replicas."""
     gradient_checksum: str | None = None
-    """Of its gradient then; null where it had none."""
+    """Checksum of the parameter's gradient at that time; null if it had none."""
 
 
 class ParamGroupInfo(_Record):
-    """One FSDP parameter group: parameters gathered in one all-gather, reduced in one reduce-scatter."""
+    """One FSDP parameter group: parameters with a common all-gather and a common reduce-scatter."""
 
     root: Index
-    """Index of its root module among the roots of the process, in order of first forward."""
+    """Index of the group's root module among the process's roots, in order of first forward."""
     fqn: str
-    """Module name relative to the root in FSDP's labels: ``a, b`` if grouped, empty for the root."""
+    """Module name relative to the root, as in FSDP's labels: ``a, b`` for a grouped call, empty for the root.
+    """
     index: Index
-    """Position among the groups of one module."""
+    """Position among the parameter groups of the same module."""
     group_count: Index
-    """Groups of that module."""
+    """Number of parameter groups of that module."""
     mesh: MeshInfo
     shard_group: str | None
-    """Process group name of the all-gather; null if not sharded."""
+    """Process group name of the all-gather; null if the group is not sharded."""
     reduce_scatter_group: str | None
     all_reduce_group: str | None
     """Process group name of the HSDP all-reduce."""
     post_forward_group: str | None
-    """Process group of the backward all-gather under ``reshard_after_forward=int``."""
+    """Process group name of the backward all-gather with ``reshard_after_forward=int``."""
     shard_world_size: Rank
     replicate_world_size: Rank
     param_dtype: str | None
     reduce_dtype: str | None
     output_dtype: str | None
     reshard_after_forward: bool | Rank
-    """False, True, or the world size resharded to."""
+    """Resharding after forward: False, True, or the number of ranks to reshard to."""
     offload: bool
     offload_pin_memory: bool
     unshard_async_op: bool
@@ -254,61 +259,64 @@ class ParamGroupInfo(_Record):
     forward_prefetch: list[str] = []
     backward_prefetch: list[str] = []
     unshard_in_backward: bool = True
-    """False if its parameters are not gathered again for the backward."""
+    """Whether the parameters are gathered again for backward."""
     reshard_after_backward: bool = True
     reduce_scatter_max_input_buffers: int = 1
-    """Reduce-scatter inputs that its root keeps at a time; 1 where this torch cannot set it."""
+    """Reduce-scatter inputs that the root keeps in flight; 1 if this torch cannot set it."""
     all_gather_comm: str | None = None
-    """Class that allocates and runs its all-gathers if it is not FSDP's default; null: the default."""
+    """Class of a custom all-gather implementation; null is FSDP's default."""
     reduce_scatter_comm: str | None = None
     cast_forward_inputs: bool = True
     gradient_divide_factor: float | None = None
-    """What gradients are divided by, if not by the number of ranks."""
+    """Divisor of the gradients, if it is not the number of ranks."""
     comm_context: int = 0
-    """Index of the root whose streams and buffers it uses; another's after ``share_comm_ctx``."""
+    """Index of the root whose streams and buffers the group uses; a different root after ``share_comm_ctx``.
+    """
     forward_positions: list[Index] = []
-    """Places at which its forwards ended among those of its root before one backward; empty: not seen."""
+    """Positions at which the group's forwards ended among those of its root before one backward; empty if
+    unknown."""
     gathers: Index | None = None
-    """All-gathers of its parameters in each captured step; null unknown or not always the same."""
+    """All-gathers of the parameters per captured step; null if unknown or if steps differ."""
     forwards: Index | None = None
-    """Forwards of its modules with gradients in each captured step, recomputed ones too; null as above."""
+    """Forwards with gradients per captured step, recomputation included; null if unknown or if steps differ.
+    """
     evaluations: Index | None = None
-    """Forwards of its modules without gradients; null as above."""
+    """Forwards without gradients per captured step; null if unknown or if steps differ."""
     counts_vary: bool | None = None
-    """Whether gathers or reductions differed between captured steps; null where they were not counted."""
+    """Whether gathers or reductions differed between captured steps; null if they were not counted."""
     backward_gathers: Index | None = None
-    """Those of ``gathers`` made in a backward."""
+    """All-gathers of ``gathers`` during a backward."""
     post_forward_gathers: Index | None = None
-    """Those of ``backward_gathers`` over the ranks of ``post_forward_group``."""
+    """All-gathers of ``backward_gathers`` over the ranks of ``post_forward_group``."""
     reductions: Index | None = None
-    """Reduce-scatters of its gradients in each captured step (all-reduces alone where it is not sharded)."""
+    """Reduce-scatters of the gradients per captured step; all-reduces if the group is not sharded."""
     reduced_numel: Amount | None = None
-    """Elements of one rank's padded shards in all of them: of parameters that had a gradient."""
+    """Elements of one rank's padded shards that were reduced, counting parameters that had a gradient."""
     all_reductions: Index | None = None
-    """Those of ``reductions`` that went on over the replicas."""
+    """Reductions of ``reductions`` that were followed by an all-reduce over the replicas."""
     all_reduced_numel: Amount | None = None
-    """``reduced_numel`` of those."""
+    """Part of ``reduced_numel`` that was all-reduced over the replicas."""
 
 
 class RootInfo(_Record):
-    """What a root module did in each captured step; a number is null where it was not always the same."""
+    """Activity of a root module in the captured steps; a number is null if steps differ."""
 
     root: Index
-    """As in :class:`ParamGroupInfo`."""
+    """Index of the root module, as in :class:`ParamGroupInfo`."""
     micro_batches: Index | None = None
-    """Backwards; of a root without any its forwards."""
+    """Backwards per step; for a root without any, its forwards."""
     gradient_syncs: Index | None = None
-    """Times gradients were reduced (``set_requires_gradient_sync``)."""
+    """Backwards that reduced gradients (``set_requires_gradient_sync``)."""
     unreduced: Index | None = None
-    """Backwards after the last of those: their gradients wait for another step."""
+    """Backwards after the last one that reduced gradients: their gradients enter the next update."""
     all_reduces: Index | None = None
-    """Those of them that went on over the replicas (``set_requires_all_reduce``)."""
+    """Backwards whose reduced gradients were all-reduced over replicas (``set_requires_all_reduce``)."""
     reshards: Index | None = None
-    """Times parameters were resharded behind a backward (``set_reshard_after_backward``)."""
+    """Backwards after which parameters were resharded (``set_reshard_after_backward``)."""
     method_forwards: Index | None = None
-    """Forwards with gradients by methods (``register_fsdp_forward_method``)."""
+    """Forwards with gradients through registered methods (``register_fsdp_forward_method``)."""
     evaluations: Index | None = None
-    """Forwards without gradients."""
+    """Forwards without gradients per captured step."""
 
 
 class OptimizerInfo(_Record):
@@ -320,16 +328,17 @@ class OptimizerInfo(_Record):
     parameters: Amount
     defaults: dict[str, str] = {}
     state_dtypes: dict[str, Amount] = {}
-    """Dtype -> bytes of its state on this rank, step counters left out."""
+    """Bytes of the optimizer's state on this rank by dtype, without step counters."""
 
 
 class UnshardedInfo(_Record):
     """A tensor that every rank holds whole: FSDP neither shards it nor reduces its gradient."""
 
     kind: str
-    """``parameter`` or ``buffer`` of a root module, or ``optimizer`` for what an optimizer alone holds."""
+    """``parameter`` or ``buffer`` of a root module, or ``optimizer`` for a tensor that only an optimizer
+    holds."""
     fqn: str
-    """Name under its root; of an optimizer's its class and position: ``AdamW[3]``."""
+    """Name under the root module; for an optimizer's tensor, class and position: ``AdamW[3]``."""
     root: Index
     shape: Shape
     dtype: str
@@ -342,34 +351,35 @@ StepKind = Literal["plain", "warmup", "traced", "memory", "other"]
 
 
 class StepInfo(_Record):
-    """Wall time of one training step as the recorder saw it."""
+    """Wall time of one training step, as measured by the recorder."""
 
     step: Index
     start_ns: Amount
-    """``time.time_ns`` at the step's start."""
+    """Start of the step, from ``time.time_ns``."""
     duration_ns: Amount
     kind: StepKind = "plain"
-    """How it was captured; also ``traced`` where the training's own profiler covered it."""
+    """Kind of capture; also ``traced`` if the training's own profiler covered the step."""
 
 
 class WatchedStep(_Record):
-    """One line of ``steps.jsonl``."""
+    """One line of ``steps.jsonl``: a watched step."""
 
     step: Index = 0
     start_ns: Amount = 0
-    """``time.time_ns`` at the step's start."""
+    """Start of the step, from ``time.time_ns``."""
     duration_ns: Amount = 0
     kind: str = "plain"
-    """As in :class:`StepInfo`."""
+    """Kind of capture, as in :class:`StepInfo`."""
     exposed_ns: Amount | None = None
-    """Time in FSDP2's waits for communication: of the compute stream, on a CPU of the host; null unknown."""
+    """Time in FSDP2's waits for communication: on the compute stream, or on a CPU on the host; null is
+    unknown."""
     allocated_peak_bytes: Amount | None = None
-    """Of the CUDA allocator, since the training began or reset it itself; null on a CPU."""
+    """Peak of the CUDA allocator since the training began or last reset it; null on a CPU."""
     reserved_peak_bytes: Amount | None = None
     retries: Amount | None = None
-    """Times the CUDA allocator had to free its cache to go on, so far."""
+    """Number of times so far that the CUDA allocator freed its cache and retried."""
     resident_peak_bytes: Amount | None = None
-    """Most memory the process has had, on a CPU."""
+    """Peak resident memory of the process, on a CPU."""
 
 
 class MachineInfo(_Record):
@@ -378,90 +388,90 @@ class MachineInfo(_Record):
     cores: Amount = 0
     """Logical processors of the host."""
     usable_cores: Amount = 0
-    """Those that the rank may run on (its affinity), shared with the other ranks of the host."""
+    """Processors in the rank's CPU affinity, which other ranks of the host share."""
     torch_threads: Amount = 0
     """``torch.get_num_threads()``."""
     torch_interop_threads: Amount = 0
     python_hooks: list[str] = []
-    """Packages that see every call or line of the training's thread: ``cProfile``, a debugger."""
+    """Packages that trace every call or line of the training's thread: ``cProfile``, a debugger."""
 
 
 class HostSpan(_Record):
-    """A stretch of host time: a line that the training's thread was seen on, or a garbage collection."""
+    """An interval of host time: a sampled line of the training's thread, or a garbage collection."""
 
     start_ns: Amount
     """``time.time_ns``."""
     duration_ns: Amount = 0
-    """From the first to the last time that the line was seen, without another in between; 0: seen once."""
+    """Time from the first to the last consecutive sample of the line; 0 for a single sample."""
     line: str = ""
-    """``full_tensor() in train.py:88 (clip)``: a call into a library, its file, line and function."""
+    """Call into a library with file, line and function: ``full_tensor() in train.py:88 (clip)``."""
 
 
 class HostStep(_Record):
-    """The rank's host during one captured step; null where the system does not tell."""
+    """The rank's host during one captured step; values that the system does not provide are null."""
 
     step: Index
     load_average: float = 0.0
-    """Of the last minute, at the end of the step: processes of the host that run or wait to."""
+    """Load average over the last minute at the end of the step: running and waiting processes of the host."""
     cpu_time_ns: Amount = 0
     """CPU time of all threads of the rank."""
     main_thread_cpu_ns: Amount = 0
     """CPU time of the thread that runs the training loop."""
     main_thread_waiting_ns: Amount | None = None
-    """Time in which that thread could run and had no processor: others had it (Linux)."""
+    """Time in which the training thread was ready to run but had no processor (Linux)."""
     preemptions: Amount = 0
-    """Times a thread of the rank had to leave its processor to another."""
+    """Times that a thread of the rank was preempted."""
     machine_busy_ns: Amount | None = None
-    """CPU time of all programs of the host, over all its cores (Linux; a container sees its host's)."""
+    """CPU time of all processes of the host over all cores (Linux; in a container, of its host)."""
     machine_steal_ns: Amount | None = None
-    """Time that the hypervisor gave to other machines, over all cores."""
+    """Time taken by the hypervisor for other machines, over all cores."""
     machine_time_ns: Amount | None = None
-    """All time of all cores, which the two are parts of: about the step's duration times the cores."""
+    """Total time of all cores, about the step's duration times the cores."""
     quota_throttled_ns: Amount | None = None
-    """Time in which a container's CPU quota was used up (cgroup v2)."""
+    """Time lost to an exhausted CPU quota of the container (cgroup v2)."""
     slowed_by: list[str] | None = None
-    """Why the GPU's clock was lowered at the end of the step: ``power_cap``, ``hardware_slowdown``,
+    """Reasons for a lowered GPU clock at the end of the step: ``power_cap``, ``hardware_slowdown``,
     ``thermal_slowdown``, ``hardware_thermal_slowdown``, ``power_brake``; null without pynvml."""
     garbage_collection_ns: Amount | None = None
-    """Time in which Python collected garbage, and nothing else of the process ran Python."""
+    """Time of Python's garbage collection, which blocks all Python threads of the process."""
     garbage_collections: list[HostSpan] = []
-    """Those of 0.1 ms and more."""
+    """Garbage collections of 0.1 ms or more."""
     lines: list[HostSpan] = []
-    """Lines that the training's thread was seen on in a traced step, in order of time."""
+    """Sampled lines of the training's thread in a traced step, in order of time."""
     callers: list[HostSpan] = []
-    """Lines that had called a module then, from outside every module."""
+    """Lines outside every module that had called a module at the sample."""
     python_threads: dict[str, Amount] = {}
-    """CPU time of other Python threads that took 1 % of the step or more, by the line they were seen on."""
+    """CPU time of other Python threads with at least 1 % of the step, by sampled line."""
 
 
 class TensorInfo(_Record):
-    """A storage whose role is known, alive when the memory recording began or ended."""
+    """A storage of known role that was alive at the start or end of the memory recording."""
 
     category: str
-    """One of ``fsdp2prof.vocabulary.CATEGORIES``."""
+    """Category of the storage, one of ``fsdp2prof.vocabulary.CATEGORIES``."""
     fqn: str
-    """Parameter group's fqn."""
+    """Name of the parameter group."""
     address: int
     """Data pointer of the storage."""
     nbytes: Amount
     """Bytes of the storage, padding included."""
     name: str = ""
     root: Index = 0
-    """Index of its root, as in :class:`ParamGroupInfo`."""
+    """Index of the root module, as in :class:`ParamGroupInfo`."""
 
 
 class Pause(_Record):
-    """Time in which the training stood still while a rank stopped a recording and wrote its file."""
+    """Time for which the training stopped while a rank stopped a recording and wrote its file."""
 
     kind: Literal["trace", "memory"]
     after_step: Index
-    """The last recorded step."""
+    """Last recorded step."""
     duration_ns: Amount
     file_bytes: Amount
 
 
 class RankManifest(_Record):
-    """``manifest.json`` of one rank. Every field has a default so that a crash leaves a readable file."""
+    """``manifest.json`` of one rank. Every field has a default, so the file of a crashed rank is readable."""
 
     schema: str = MANIFEST_SCHEMA
     state: State = "running"
@@ -469,63 +479,63 @@ class RankManifest(_Record):
     local_rank: int = 0
     world_size: Rank = 1
     node_rank: int = 0
-    """``--node-rank`` of the launcher above it; the launchers of several nodes may share a run."""
+    """``--node-rank`` of the rank's launcher; launchers of several nodes may share a run."""
     host: str = ""
     pid: int = 0
     script: list[str] = []
     selected: bool = True
-    """False where ``--ranks`` left this rank out: it has a manifest and nothing else."""
+    """Whether ``--ranks`` selects this rank; otherwise it has only a manifest."""
     rehearsal: Rehearsal | None = None
-    """Null where the training ran."""
+    """The rehearsal; null if the run was a real training."""
     versions: dict[str, str] = {}
     environment: dict[str, str] = {}
     device: DeviceInfo = msgspec.field(default_factory=lambda: DeviceInfo(type="cpu"))
     machine: MachineInfo = msgspec.field(default_factory=MachineInfo)
     host_steps: list[HostStep] = []
-    """The host in every captured step, the warm-up included."""
+    """The host in every captured step, including the warm-up."""
     compiled_modules: list[str] | None = None
-    """Modules that run compiled, by their names under their root, which is the empty string itself; null if
-    ``torch.compile`` made no graph, empty if it made those of something else alone, a function say."""
+    """Names of compiled modules under their root (empty string: the root itself); null if ``torch.compile``
+    made no graph, empty if it compiled only other code, such as a function."""
     attention_backends: list[str] = []
-    """Kernels of ``scaled_dot_product_attention`` that are allowed outside of the model's own contexts, the
-    preferred one first; empty on CPU."""
+    """Allowed kernels of ``scaled_dot_product_attention`` outside the model's own contexts, preferred one
+    first; empty on CPU."""
     norms: list[str] = []
-    """Classes of the models' normalizations, with their modules."""
+    """Normalization layers of the models: classes with their modules."""
     process_groups: list[ProcessGroupInfo] = []
     param_groups: list[ParamGroupInfo] = []
     optimizers: list[OptimizerInfo] = []
     unsharded: list[UnshardedInfo] | None = None
-    """What every rank holds whole, the largest first and a thousand at most; null unknown."""
+    """Tensors that every rank holds whole, largest first, at most a thousand; null is unknown."""
     steps: list[StepInfo] = []
     micro_batches: Index | None = None
-    """Backwards of each root in a training step, of a root without any its forwards with gradients; null if
-    unknown or not always the same."""
+    """Backwards of each root in a training step (for a root without any, forwards with gradients); null if
+    unknown or if steps differ."""
     gradient_syncs: Index | None = None
-    """Those of them that reduced gradients (``set_requires_gradient_sync``)."""
+    """Backwards of each root that reduced gradients (``set_requires_gradient_sync``); null if unknown."""
     roots: list[RootInfo] = []
-    """What each root did in the captured steps; empty unknown."""
+    """Activity of each root in the captured steps; empty if unknown."""
     traced_steps: list[Index] = []
     memory_steps: list[Index] = []
     recordings: list[Index] = []
-    """Numbers of those it took part in, in a run that may record several times."""
+    """Numbers of the recordings that the rank took part in, if the run may record several times."""
     pauses: list[Pause] = []
     memory_source: str | None = None
-    """``cuda_snapshot``, ``storage_count`` or null."""
+    """Source of the memory recording: ``cuda_snapshot``, ``storage_count`` or null."""
     tensors: list[TensorInfo] = []
     tensors_are_all: bool = False
-    """Whether ``tensors`` holds every storage of model and optimizers: buffers, parameters that FSDP does not
-    shard and nested optimizer state, too."""
+    """Whether ``tensors`` lists every storage of model and optimizers, including buffers, parameters that
+    FSDP does not shard and nested optimizer state."""
     allocator: dict[str, int] = {}
-    """``torch.cuda.memory_stats`` of interest; empty on CPU."""
+    """Selected values of ``torch.cuda.memory_stats``; empty on CPU."""
     allocator_settings: dict[str, str] = {}
-    """How the CUDA allocator is set, ``backend`` and ``expandable_segments`` among it; empty on CPU."""
+    """Settings of the CUDA allocator, with ``backend`` and ``expandable_segments``; empty on CPU."""
     messages: list[str] = []
     error: str | None = None
     """Last line of the exception that ended the rank."""
 
     @property
     def device_key(self) -> tuple[str, str, str] | None:
-        """What two ranks of one device have in common; null where the device is not known, or a CPU."""
+        """Identity of the rank's device, equal for ranks that share it; null if unknown or for a CPU."""
         device = self.device
         if device.uuid is not None:
             return self.host, "uuid", device.uuid
@@ -535,10 +545,10 @@ class RankManifest(_Record):
 
     @property
     def ignored_parameters(self) -> list[str]:
-        """Parameters under a root that FSDP does not shard (``ignored_params``)."""
+        """Parameters under a root that FSDP ignores (``ignored_params``)."""
         return [one.fqn for one in self.unsharded or () if one.kind == "parameter"]
 
     @property
     def root_count(self) -> int:
-        """Root modules of the process that have parameter groups."""
+        """Number of root modules with parameter groups in the process."""
         return len({group.root for group in self.param_groups})

@@ -117,7 +117,7 @@ def _limits(mark: pytest.Mark) -> list[Condition]:
                 parsed = parse(f"{metric}{symbol}{value}", "run")
                 limits.append(Condition(parsed.metric, symbol, parsed.limit, f"{name}={value!r}"))
         if not limits:
-            raise UsageError("no limit is given: write for example max_exposed_frac=0.2")
+            raise UsageError("no limit given: write for example max_exposed_frac=0.2")
     except (UsageError, TypeError) as error:
         pytest.fail(f"@pytest.mark.{_MARK}: {error}", pytrace=False)
     return limits

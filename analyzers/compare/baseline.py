@@ -50,13 +50,13 @@ _MEASURES = ("count", "payload_bytes", "wire_bytes", "total_ns", "exposed_ns", "
 def baseline_of(side: Side) -> Baseline:
     """Sum up a run, a trace or a memory analysis. Raises ``InputError`` for an estimate, and for nothing."""
     if side.kind == "estimate":
-        raise InputError(f"{side.path}: is an estimate, not a run: compare with it as it is")
+        raise InputError(f"{side.path}: is an estimate, not a run: use it directly with compare")
     if is_cut(side.trace):
         raise InputError(f"{side.path}: has no step marks (ProfilerStep#N): a baseline needs whole steps")
     steps = [step for rank in side.trace.ranks for step in rank.steps] if side.trace else []
     sums = sums_of_all_layers(side.trace) if side.trace else None
     if not steps and not side.peaks and unrecorded_of(side) is None:
-        raise InputError(f"{side.path}: has no steps and no memory: nothing to keep as a baseline")
+        raise InputError(f"{side.path}: has no steps and no memory: nothing to store in a baseline")
     ranks = side.trace.ranks if side.trace else []
     recorded = {rank.device for rank in side.run.ranks if rank.device} if side.run else set()
     return Baseline(

@@ -116,7 +116,7 @@ def _sharding(group: ShardGroup) -> str:
     dtypes = [dtype_label(one) for one in (group.dtype, gathered, group.reduce_dtype or gathered)]
     again = group.reshard_after_forward
     resharded = (
-        "kept after forward" if again is False else "resharded" if again is True else f"resharded to {again}"
+        "not resharded" if again is False else "resharded" if again is True else f"resharded to {again}"
     )
     return (
         f"{group.mesh}; {dtypes[0]}, gathered {dtypes[1]}, reduced {dtypes[2]}; "

@@ -198,7 +198,7 @@ def compare(before: Side, after: Side) -> RunComparison:
 def _uncomparable(cut: Sequence[Side]) -> str:
     names = " and ".join(side.path for side in cut)
     return (
-        f"{names}: without step marks (ProfilerStep#N) a window is as long as the capture, so steps and "
+        f"{names}: without step marks (ProfilerStep#N) the capture counts as one step, so steps and "
         "collectives per step are not compared; capture whole steps, or record with fsdp2prof"
     )
 
@@ -216,8 +216,8 @@ def _busy(side: Side) -> list[str]:
     if waited < _BUSY:
         return []
     return [
-        f"{side.path}: the host was busy, its ranks waited {format_frac(waited)} of a step for a "
-        "CPU core; the machine may explain a change of step time"
+        f"{side.path}: the host was busy; its ranks waited {format_frac(waited)} of a step for a "
+        "CPU core, which may explain a change of step time"
     ]
 
 

@@ -46,7 +46,7 @@ def _cause(hang: HangAnalysis) -> list[str]:
     if hang.cause == "crashed":
         return [_stands(stand)] if stand is not None else []
     if hang.cause == "stacks":
-        return ["No rank left a dump of its collectives; only their stacks are known."]
+        return ["No rank left a dump of its collectives; only stacks are available."]
     if hang.cause == "none":
         return ["No rank waits in a collective: every issued one has finished, and all ranks agree."]
     if hang.cause == "mismatch":
@@ -54,7 +54,7 @@ def _cause(hang: HangAnalysis) -> list[str]:
         sentences += [] if stand is None else [_stands(stand)]
     elif stand is None:
         left = f"{_ranks(hang.culprits).capitalize()} left no dump: it ended, or no dump was requested"
-        sentences = [f"{left}; no other rank waits in a collective: theirs have finished, or failed."]
+        sentences = [f"{left}. No other rank waits in a collective: all of theirs have finished or failed."]
     else:
         sentences = [_first(hang, stand), *_for_these(hang, stand)]
     return sentences
@@ -126,21 +126,21 @@ def _mismatch(one: HangMismatch) -> str:
         return (
             f"{who.capitalize()} {_verb(one.ranks, 'waits', 'wait')} in {_call(one.found)} while {others} "
             f"{_verb(one.others, 'waits', 'wait')} in {_call(one.expected)}: they issued different "
-            "collectives before, since no rank completes one that another has not."
+            "collectives earlier, because no rank completes a collective that another has not issued."
         )
     issued = f"{_verb(one.ranks, 'issues', 'issue')} {_full(one.found)}"
     expected = f"{others} {_verb(one.others, 'issues', 'issue')} {_full(one.expected)}"
-    where = f"as number {one.expected.seq} of {_group(one.expected)}"
+    where = f"as collective {one.expected.seq} of {_group(one.expected)}"
     told = {
         "skipped": f"{who} skipped {plural(one.count, 'collective')}",
-        "extra": f"{who} {_verb(one.ranks, 'has', 'have')} issued {plural(one.count, 'collective')} more",
-        "swapped": f"{who} issued two collectives in the other order",
-        "early": f"{who} skipped a collective or issued one too early, as this one used to follow",
+        "extra": f"{who} issued {plural(one.count, 'additional collective')}",
+        "swapped": f"{who} issued two collectives in reverse order",
+        "early": f"{who} skipped a collective or issued one too early: in an earlier step this came later",
         "size": "the sizes differ",
         "dtype": "the dtypes differ",
         "op": "the operations differ",
     }[one.kind]
-    return f"{who.capitalize()} {issued} where {expected}, {where}: {told}."
+    return f"{who.capitalize()} {issued} while {expected}, {where}: {told}."
 
 
 def _call(call: HangCall) -> str:

@@ -45,14 +45,14 @@ _BOUNDS = {
 """HTA's names of what bounds a segment of the critical path, and ours."""
 
 _REMEDIES = {
-    "host": "Only less work on the host shortens this step: fewer and larger operators (torch.compile, "
+    "host": "Reduce host work to shorten this step: fewer and larger operators (torch.compile, "
     "CUDA graphs, a fused optimizer).",
-    "compute": "Only faster kernels shorten this step: larger ones, lower precision, less recomputation.",
-    "communication": "Only earlier or faster communication shortens this step: prefetch, keep parameters "
-    "gathered, or shard within a node.",
-    "between_kernels": "The device waits between kernels: fuse small ones, and look at the launches with "
+    "compute": "Use faster kernels to shorten this step: larger ones, lower precision, less recomputation.",
+    "communication": "Start communication earlier or make it faster to shorten this step: prefetch, keep "
+    "parameters gathered, or shard within a node.",
+    "between_kernels": "The device waits between kernels: fuse small ones, and check the launches with "
     "--launch-statistics.",
-    "launch_delay": "Kernels start long after their launch: look at the launches with --launch-statistics.",
+    "launch_delay": "Kernels start long after their launch: check the launches with --launch-statistics.",
 }
 
 
@@ -113,7 +113,7 @@ def _path_verdict(
     step: int | None, step_ns: int | None, duration: int, bounds: BoundByNs, rows: list[PathSegment]
 ) -> list[str]:
     if not rows:
-        return ["The critical path holds no event of any length."]
+        return ["The critical path has no event with a duration."]
     bound, time = max(asdict(bounds).items(), key=lambda item: item[1])
     whole = "" if step is None or step_ns is None else f" of step {step}, which lasts {format_ns(step_ns)},"
     first = rows[0]
@@ -121,7 +121,7 @@ def _path_verdict(
         f"The critical path{whole} is {format_ns(duration)} long: "
         f"{format_frac(time / duration)} of it is {PATH_BOUNDS[bound].label}.",
         f"The longest part is `{kernel_name(first.name)}` ({PATH_BOUNDS[first.bound_by].label}): "
-        f"{format_ns(first.duration_ns)} in {plural(first.count, 'piece')}.",
+        f"{format_ns(first.duration_ns)} in {plural(first.count, 'segment')}.",
         _REMEDIES[bound],
     ]
 
@@ -130,7 +130,7 @@ def _sync_warnings(trace: Trace) -> list[str]:
     if "cuda_sync" in trace.events.category.values:
         return []
     return [
-        f"{trace.source}: holds no CUDA synchronisation events, so waits between streams are not on the "
+        f"{trace.source}: has no CUDA synchronization events, so waits between streams are not on the "
         "path; record with the profiler's experimental option enable_cuda_sync_events"
     ]
 
@@ -277,7 +277,7 @@ def _median(values: Sequence[int]) -> float | None:
 
 def _launch_verdict(rows: Sequence[Launch], short: int) -> list[str]:
     if not rows:
-        return ["No launch has both its call and its work in this trace."]
+        return ["No launch has both its host call and its device work in this trace."]
     host, device, delay = (
         format_ns(median(values))
         for values in zip(*((row.host_ns, row.device_ns, row.delay_ns) for row in rows), strict=True)

@@ -45,18 +45,18 @@ _REASONS = {
     "outside": "work outside of training",
     "outside_loop": "a loop of small operators outside of training",
     "anomaly": "autograd's anomaly detection",
-    "workers": "worker processes make the batches",
-    "rebuilt": "a loader that is made anew",
-    "one_by_one": "an optimizer that goes through its parameters one by one",
+    "workers": "worker processes create the batches",
+    "rebuilt": "a new data loader iterator",
+    "one_by_one": "an optimizer that updates parameters one by one",
     "float64": "matrix products in float64",
     "float32": "matrix products in float32 without tensor cores",
     "attention_in_float32": "attention in float32",
     "layout": "conversions between channels first and last",
-    "indexed": "gradients of a tensor that is indexed by a tensor",
+    "indexed": "gradients of a tensor indexed by a tensor",
     "untrained": "backward of parameters that no optimizer updates",
-    "in_front": "copies of other streams wait for them",
-    "unaligned": "products of matrices that 16 bytes do not divide",
-    "scores": "attention with its scores as a tensor",
+    "in_front": "copies on other streams wait for them",
+    "unaligned": "matrix products with rows not aligned to 16 bytes",
+    "scores": "attention that stores its scores",
     "memory": "kernels that only move memory",
     "sliced": "gradients of slices of one tensor",
     "update": "matrix products of the optimizer",
@@ -69,8 +69,8 @@ _NEARLY_IN_ONE = 0.9
 """Part of some time in one of several steps, from which on it is that step's alone."""
 _NEARLY_ALL = 0.98
 """Part of a gain from which on it is called all of the time."""
-_BESIDE = " With what else runs there"
-_SLOWEST = "the rank that gains least sets the pace"
+_BESIDE = " Including other losses at this line"
+_SLOWEST = "the rank that gains least limits the others"
 
 ALL = float("inf")
 """The gain of a remedy that gives back all time of its entry."""

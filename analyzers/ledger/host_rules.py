@@ -196,9 +196,11 @@ def _allocation(book: Book) -> None:
         {"calls_per_step": count},
         rank=ranks[0] if len(ranks) == 1 and not every else None,
         calm=steps <= len(ranks) or len({(one.rank, one.step) for one in own}) < _OFTEN * steps,
-        whose="The host gets" if every else f"On {numbered('rank', ranks)} the host gets",
+        whose="The host allocates or frees"
+        if every
+        else f"On {numbered('rank', ranks)}, the host allocates or frees",
         often=_often(count),
-        with_others="" if len(own) == len(mine) else "; with the other ranks' waiting",
+        with_others="" if len(own) == len(mine) else ", including the other ranks' waiting",
     )
 
 
@@ -227,7 +229,7 @@ def _pauses(book: Book) -> None:
     rank, longest = ranks.most_common(1)[0]
     alone = len(book.analysis.ranks) > 1 and longest >= _NEARLY_ALL * ranks.total()
     waited = len(own) < len(mine)
-    place, work = f"{where}: Python code, or input and output", where
+    place, work = f"{where}: Python code or I/O", where
     key, in_script = "straggler/pauses" if alone else "host_pause", site is not None and LINE.search(site)
     if site:
         work = f"at {site}" if in_script else f"in `{site}`"
@@ -422,5 +424,5 @@ def _dispatch(book: Book) -> None:
         remedy=enough,
         gain_ns=ALL if batches == 1 else sum(one.ns for one in mine) * (batches - 1) / batches,
         known=known or not book.on_device,
-        unsure_part="" if known else "; the profiler adds an unknown part of this",
+        unsure_part="" if known else "; the profiler causes an unknown part of this",
     )

@@ -113,5 +113,5 @@ def oversubscribed(manifests: Sequence[RankManifest]) -> tuple[str, str]:
         if threads > cores and max(one.torch_threads for one in machines) > 1:
             return said, "Give each rank fewer threads: OMP_NUM_THREADS, or torch.set_num_threads()."
         if threads > cores and cores < max(one.cores for one in machines):
-            return said, "Let the ranks run on more of their host's CPU cores (taskset, --cpus-per-task)."
+            return said, "Allow the ranks more of their host's CPU cores (taskset, --cpus-per-task)."
     return "", ""

@@ -131,7 +131,7 @@ def _each(book: Book, rank: int, steps: list[int]) -> str:
 
 def _reduced(layers: list[str], steps: list[int]) -> str:
     if not layers:
-        return f"{numbered('step', steps)} of no others"
+        return f"{numbered('step', steps)} only of layers that all steps reduce"
     more = f" and {plural(len(layers) - 1, 'more layer')}" if len(layers) > 1 else ""
     return f"{numbered('step', steps)} reduce gradients of {named_layer(layers[0])}{more}"
 

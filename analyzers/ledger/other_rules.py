@@ -236,7 +236,7 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     change = _change(kind, site)
     again = kind == "all_reduce" and _of_gradients(book, mine)
     if again:
-        more += " Their sizes are those of the gradients' shards, which FSDP has reduced already."
+        more += " Their sizes are those of the gradients' shards, which FSDP has already reduced."
         change = f"Delete {site or 'these all-reduces'}: FSDP reduces gradients in backward."
     elif kind == "all_reduce" and _of_ignored(book, mine, count):
         more += (
@@ -250,7 +250,7 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
         change += " " + wordings("ledger")["outside_fsdp/numbers"]["change"]
     by_optimizer = max(phases, key=lambda phase: phases[phase]) == "optimizer"
     if by_optimizer:
-        more += " The optimizer issues them: it needs more than a shard of each parameter."
+        more += " The optimizer issues them, because it needs more than its shard of each parameter."
     few = not book.on_device and kind != "barrier" and count < _own_count(book)
     usual = (few or count <= _USUAL_COUNT) and size <= _USUAL_BYTES
     book.enter(

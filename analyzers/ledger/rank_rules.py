@@ -302,7 +302,10 @@ def _more_work(book: Book) -> bool:
     rank = max(book.additional_ns, key=lambda one: book.additional_ns[one], default=0)
     expected: float = book.additional_ns.get(rank, 0)
     steps = max(1, book.rank_steps // max(1, len(book.analysis.ranks)))
-    does, change = f"runs operators for {format_ns(expected / steps)} a step beyond the others'", "work"
+    does, change = (
+        f"runs operators for {format_ns(expected / steps)} per step that the others do not run",
+        "work",
+    )
     if (most := _most_operations(book)) and (more := _busy_ns(book, most[0]) * (1 - 1 / most[1])) > expected:
         (rank, least), expected, change = most, more, "batch and the same work"
         does = f"computes {least:.3g} times as many operations as any other rank in every step"

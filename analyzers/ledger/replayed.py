@@ -88,7 +88,7 @@ def _not_recomputed(entry: LedgerEntry, limits: FindingThresholds, on_device: bo
         return entry
     severity = severity_of(entry.frac, limits, on_device)
     remedy = LedgerRemedy(
-        change="Checkpoint fewer blocks, or save the outputs of the costly operators (selective activation "
+        change="Checkpoint fewer blocks, or save the outputs of expensive operators (selective activation "
         "checkpointing): less than half of the device's memory is in use.",
         gain_ns=entry.ns,
         gain_frac=entry.frac,

@@ -61,7 +61,7 @@ def _unexplained(ledger: Ledger, head: str) -> list[str]:
     worst = max(lost, key=lambda one: one.ns, default=None)
     if worst is None or worst.frac < _MUCH:
         return []
-    then = "The recording does not show which change would save it."
+    then = "The recording does not show which change would avoid it."
     if worst.remedy is not None and worst.remedy.basis == "unknown":  # it asks for a recording that tells
         then = worst.remedy.change
     return [f"{worst.said} {head}", then]
@@ -77,9 +77,9 @@ def _nothing(tried: Sequence[WhatIfChange], ledger: Ledger) -> str:
     if best is None and ledger.not_judged:
         return f"{NOTHING}."
     if best is None or best.gained_ns is None:
-        return f"{NOTHING}, and by replay no other setting gains enough to be worth a change."
+        return f"{NOTHING}; in replays, no other setting gains enough to be worth changing."
     gain = f"{format_ns(best.gained_ns)} a step ({format_frac(best.gained_frac or 0.0)})"
-    return f"{NOTHING}. Of the settings replayed, {best.change} gains most: {gain}."
+    return f"{NOTHING}. Of the replayed settings, {best.change} gains most: {gain}."
 
 
 def try_first(entry: LedgerEntry, ledger: Ledger) -> str:
@@ -91,9 +91,9 @@ def try_first(entry: LedgerEntry, ledger: Ledger) -> str:
         return change
     amount = f"{format_ns(remedy.gain_ns)} ({format_frac(remedy.gain_frac)}) {of_step(ledger)}"
     if remedy.basis == "replay":
-        return f"{change} By replay of this recording it saves {amount}."
+        return f"{change} In a replay of this recording, this saves {amount}."
     much = "about" if remedy.basis == "estimate" else "at most"
-    return f"{change} It saves {much} {amount}: {remedy.reason}."
+    return f"{change} This saves {much} {amount}: {remedy.reason}."
 
 
 def of_step(ledger: Ledger) -> str:
@@ -127,12 +127,12 @@ def collectives(book: Book) -> str:
         return ""
     said = f"Collectives are exposed for {format_ns(exposed)}"
     if blocked > few:
-        said += f", and their callers are blocked for {format_ns(blocked)} more"
+        said += f", and block their callers for another {format_ns(blocked)}"
     counted = [f"{format_ns(ns)} {title}" for title, ns in named[:_NAMED]]
     other = sum(ns for _, ns in named[_NAMED:])
     if other > few:
         counted.append(f"{format_ns(other)} other causes")
-    return f"{said}; by cause this is {', '.join(counted)}."
+    return f"{said}; by cause: {', '.join(counted)}."
 
 
 def not_judged(book: Book) -> list[str]:
@@ -144,12 +144,12 @@ def not_judged(book: Book) -> list[str]:
         said = f"The host was busy: ranks waited {format_frac(starved)} of a step for a CPU core."
         hidden = starved >= _HIDING
         found.append(
-            f"{said} {'It hides smaller losses' if hidden else 'Times on a quiet machine may differ'}."
+            f"{said} {'This hides smaller losses' if hidden else 'Times on an idle machine may differ'}."
         )
     if not book.on_device:
         found.append(
-            "On a CPU, overlap and kernels cannot be judged; counts of collectives, units, extra forwards, "
-            "data loading and uneven work of ranks can."
+            "A CPU run does not show a GPU's overlap or kernel times; it does show collectives, FSDP units, "
+            "extra forwards, data loading and uneven work between ranks."
         )
     if not book.waits_known:
         found.append(f"Part of communication may be waiting for other ranks. {book.missing_traces}")
@@ -169,7 +169,7 @@ def unrecorded_sentence(step: UnrecordedStep | None) -> list[str]:
     if step is None:
         return []
     low, high = format_ns(step.lower_quartile_ns), format_ns(step.upper_quartile_ns)
-    measured = f"median of {step.steps}, half of them {low} to {high}" if step.steps > 1 else "one such step"
+    measured = f"median of {step.steps}, quartiles {low} to {high}" if step.steps > 1 else "one such step"
     line = f"A step takes {format_ns(step.median_ns)} without recording ({measured})."
     if step.traced_median_ns is not None and step.slowdown is not None and step.slowdown > 1:
         traced = format_ns(step.traced_median_ns)
@@ -186,7 +186,7 @@ def _missing_records(analysis: TraceAnalysis) -> list[str]:
     launches, missing = (sum(getattr(one, name) for one in first) for name in ("launches", "missing"))
     lost = f": {missing:,} of {launches:,} launches have none" if launches else ""
     where = f"step {first[0].step}" if len(first) == 1 else f"{len(first)} steps"
-    fate = "no conclusion is drawn from them" if ranks[0].misses_records else "these steps are left out"
+    fate = "they are not analysed" if ranks[0].misses_records else "these steps are left out"
     return [
         f"Device records are missing on {len(ranks)} of {plural(len(analysis.ranks), 'rank')} "
         f"(rank {ranks[0].rank}, {where}{lost}); {fate}."
@@ -201,8 +201,8 @@ def _headline(ledger: Ledger) -> str:
     if not differs_traced(traced, step):
         return f"A step takes {format_ns(step)}."
     slowed = f", {times(traced / step)} as long" if traced >= _SLOWED * step else ""
-    host = ", most of that in the host's part" if slowed else ""
-    varied = "; the run's steps vary by as much" if traced < step else ""
+    host = ", mostly on the host" if slowed else ""
+    varied = "; the run's steps vary that much" if traced < step else ""
     return f"A step takes {format_ns(step)}, a traced one {format_ns(traced)}{slowed}{host}{varied}."
 
 

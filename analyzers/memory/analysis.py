@@ -226,8 +226,8 @@ def _contradictions(peak: Peak) -> list[str]:
     if reserved is None or reserved >= allocated:
         return []
     return [
-        f"{format_bytes(allocated)} is allocated where {format_bytes(reserved)} is reserved: "
-        "segments and history of the file do not belong together"
+        f"{format_bytes(allocated)} allocated exceeds {format_bytes(reserved)} reserved: "
+        "the file's segments and history do not match"
     ]
 
 

@@ -59,7 +59,7 @@ def _recording(trace: Trace, events: MemoryEventTable, device: int, labels: Labe
     if device == _HOST:
         warnings.append(
             f"{trace.source}: Kineto's CPU memory events are approximate: frees on other threads are missing "
-            f"({repaired} put back where an address was used again); fsdp2prof record counts exactly"
+            f"({repaired} restored where an address was reused); fsdp2prof record counts exactly"
         )
     return MemoryRecording(
         source="kineto",

@@ -50,7 +50,9 @@ def memory_advice(ranks: Sequence[RankMemory]) -> list[str]:
         gained = peak.allocated_bytes - near[0].allocated_bytes
         places = _some([where(other.phase, other.fqn) for other in near])
         saved = f"saves only {format_bytes(gained)}" if gained else "saves nothing"
-        lines.append(f"Memory is {'almost ' if gained else ''}as high {places}: lowering one alone {saved}.")
+        lines.append(
+            f"Memory is {'almost ' if gained else ''}as high {places}: lowering only one of them {saved}."
+        )
     return lines
 
 
@@ -96,12 +98,12 @@ def request_story(oom: OutOfMemory) -> str:
     by, size, held = f"`{oom.op}`" if oom.op else "a request", oom.requested_bytes, oom.allocated_bytes
     asked = f"{by} asked for {format_bytes(size)} with {format_bytes(held)} allocated"
     if oom.device_free_bytes is None:
-        return f"{asked}; how much the device had left is unknown"
+        return f"{asked}; the device's free memory is unknown"
     left = format_bytes(oom.device_free_bytes)
     if oom.missing_bytes is None:
         return (
-            f"{asked}, although the device had {left} left: something else stood in the way, "
-            "such as a limit of the process (set_per_process_memory_fraction)"
+            f"{asked}, although the device had {left} left: another limit applied, "
+            "such as set_per_process_memory_fraction"
         )
     return f"{asked} and {left} left on the device, {format_bytes(oom.missing_bytes)} too little"
 
@@ -111,9 +113,9 @@ def what_would_fit(oom: OutOfMemory) -> str:
     enough = [remedy for remedy in oom.remedies if remedy.enough]
     open_ones = [remedy for remedy in oom.remedies if remedy.enough is None]
     if len(enough) == 1:
-        return f"This alone would have let it fit: {_savings(enough)}."
+        return f"This change alone would have made it fit: {_savings(enough)}."
     if enough:
-        return f"Each of these alone would have let it fit: {_savings(enough)}."
+        return f"Each of these changes alone would have made it fit: {_savings(enough)}."
     if open_ones:
         return f"The amount needed is unknown; the largest savings: {_savings(open_ones)}."
     if oom.remedies:
@@ -127,7 +129,7 @@ def _failure(rank: int, oom: OutOfMemory, ranks: int) -> str:
 
 
 def _height(figures: MemoryFigures, ranks: int) -> str:
-    who = f"Rank {figures.rank}" if ranks == 1 else f"The fullest of {ranks} ranks, rank {figures.rank},"
+    who = f"Rank {figures.rank}" if ranks == 1 else f"Rank {figures.rank}, the highest of {ranks} ranks,"
     parts = [f"{who} peaks at {format_bytes(figures.allocated_bytes)}"]
     if figures.reserved_bytes is not None:
         parts.append(f"with {format_bytes(figures.reserved_bytes)} reserved")
@@ -149,10 +151,10 @@ def _place_and_filling(peak: Peak) -> str:
 def _what_to_try(rank: RankMemory, figures: MemoryFigures) -> list[str]:
     if figures.unattributed_frac >= _UNKNOWN:
         if any(rank.peak.categories.get(name) for name in _ROLES):
-            return ["Most of it has none of the roles that the recording knows: see the finding."]
+            return ["Most of it has no role that the recording knows: see the finding."]
         return [
-            "Most of it has no known role; fsdp2prof record notes what every parameter, gradient and "
-            "optimizer state is."
+            "Most of it has no known role; fsdp2prof record identifies every parameter, gradient and "
+            "optimizer state."
         ]
     worth = _WORTH_NAMING * rank.peak.allocated_bytes
     large = [remedy for remedy in rank.remedies if remedy.saves_bytes >= worth]

@@ -271,9 +271,9 @@ def _warnings(
 ) -> list[str]:
     found = []
     if dropped := sum(one.dropped for one in processes):
-        more = "NCCL_INSPECTOR_DUMP_COLL_RING_SIZE keeps more"
+        more = "increase NCCL_INSPECTOR_DUMP_COLL_RING_SIZE"
         found.append(
-            f"{plural(dropped, 'collective')} had left NCCL Inspector's ring before it wrote them: {more}"
+            f"{plural(dropped, 'collective')} left NCCL Inspector's ring buffer before it wrote them: {more}"
         )
     if unread := sum(one.unread for one in processes):
         found.append(
@@ -285,10 +285,10 @@ def _warnings(
     }
     if timings:
         found.append(
-            f"some times are the host's ({', '.join(sorted(timings))}): they include more than the transfer"
+            f"some times are host times ({', '.join(sorted(timings))}): they include more than the transfer"
         )
     if calls.total and not calls.matched:
-        found.append("each collective was logged by one rank only: its time includes waiting for others")
+        found.append("each collective was logged by only one rank: its time includes waiting for others")
     if processes and asked and len(known) < len(processes):
         found.append(
             f"{plural(len(processes) - len(known), 'process')} match no rank of the run: "
@@ -315,7 +315,7 @@ def _verdict(result: NcclAnalysis, matched: int) -> list[str]:
     if timed:
         sentences.append(_slowest(timed))
     elif not causes:
-        sentences.append("No file has durations of collectives; NCCL Inspector records them.")
+        sentences.append("No file contains durations of collectives; NCCL Inspector records them.")
     late = _late(result.ranks, matched)
     return [*sentences, *late]
 
@@ -345,6 +345,4 @@ def _late(ranks: Sequence[NcclRank], matched: int) -> list[str]:
     who = (
         f"Rank {worst.rank}" if worst.rank is not None else f"Process {worst.pid} on {printable(worst.host)}"
     )
-    return [
-        f"{who} came last in {worst.came_last / matched:.0%} of the {matched:,} collectives of several ranks."
-    ]
+    return [f"{who} arrived last in {worst.came_last / matched:.0%} of the {matched:,} matched collectives."]

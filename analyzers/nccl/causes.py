@@ -85,7 +85,7 @@ def folded(causes: Sequence[tuple[NcclCommunicator, Sequence[Reason]]]) -> list[
     for (name, severity, change, _), members in alike.items():
         first, reason = members[0]
         more = len(members) - 1
-        also = f" So {'does' if more == 1 else 'do'} {plural(more, 'more communicator')}." if more else ""
+        also = f" The same applies to {plural(more, 'more communicator')}." if more else ""
         findings.append(
             Finding(
                 id=name,

@@ -159,7 +159,7 @@ def _slower(
             middle = int(np.median(transfer[numbers]))
             if len(numbers) >= _TRANSFERS and middle >= _SLOWER * usual:
                 name = op_label(op[int(at[numbers[0]])] or "other")
-                text = f"{name}s take {middle / usual:.2g} times as long as the same ones of other groups"
+                text = f"{name}s take {middle / usual:.2g} times as long as in other groups"
                 more = (transfer[numbers] - usual).tolist()
                 found |= {
                     number: (ns, text) for number, ns in zip(numbers.tolist(), more, strict=True) if ns > 0

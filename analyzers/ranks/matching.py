@@ -87,8 +87,8 @@ def match_collectives(summaries: Sequence[RankSummary]) -> Matched:
                 _most_on_a_rank(mine.rank[mine.step == step]) for step in refused
             )
             warnings.append(
-                f"{title}: its collectives carry no identifiers, and in step {', '.join(map(str, refused))} "
-                "the ranks differ in their number, kinds or sizes; those were not matched"
+                f"{title}: collectives have no identifiers, and in step {', '.join(map(str, refused))} "
+                "their number, kinds or sizes differ between ranks; those were not matched"
             )
             kept = ~np.isin(mine.step, refused)
             mine, identity = mine.take(kept), identity[kept]

@@ -84,10 +84,10 @@ class _Excess:
 
 LATE_FROM_THE_START = "it was late when the recording began"
 """Cause of what nothing in the recording can explain: no fault of the rank, as far as is known."""
-_HOST = "its host launched nothing for longer than on its peers"
+_HOST = "its host launched nothing for longer than the other hosts"
 _COLLECTED = "its host collected garbage"
 _LOADER = "it waited longer for its data loader"
-_UNSEEN = "not visible in the trace, where nothing took longer than on its peers"
+_UNSEEN = "it did something that the trace does not show: nothing took longer than on other ranks"
 
 
 SLOW_LINKS = "links"
@@ -232,7 +232,7 @@ def _forgive(history: list[_Excess], waited: int) -> None:
 
 
 def _waiting(group: str | None) -> str:
-    return "waiting for a peer" + ("" if group is None else f" in process group {group}")
+    return "it waited for another rank" + ("" if group is None else f" in process group {group}")
 
 
 def _excesses(

@@ -48,7 +48,7 @@ def _ranks(evidence: RunEvidence) -> Outcome:
         why = (
             f"they ended with {quoted_error(ended).removesuffix('.')}"
             if ended
-            else "nothing is sharded by fully_shard, or nothing ran"
+            else "the script does not call fully_shard, or nothing ran"
         )
         return failed(name, world, finding("nothing_sharded", {"ranks": []}, why=why))
     if not missing:
@@ -76,7 +76,7 @@ def _same_groups(evidence: RunEvidence) -> Outcome:
         count = len(evidence.first.param_groups)
         return ok(name, len(evidence.sharded), f"all ranks have the same {plural(count, 'group')} in order")
     if any("pp" in (one.desc.removeprefix("mesh_"), one.mesh_dim) for one in evidence.first.process_groups):
-        return unknown(name, f"{len(ways)} sets of groups, as pipeline stages have", len(evidence.sharded))
+        return unknown(name, f"{len(ways)} sets of groups, as with pipeline stages", len(evidence.sharded))
     expected = max(ways.values(), key=lambda ranks: (len(ranks), -ranks[0]))
     odd = sorted(rank for ranks in ways.values() if ranks is not expected for rank in ranks)
     difference = _first_difference(evidence, expected[0], odd[0])
@@ -95,8 +95,8 @@ def _first_difference(evidence: RunEvidence, rank: int, other: int) -> str:
     for (mine, _), (its, names) in zip(ours, theirs, strict=False):
         if (its, names) not in ours or mine != its:
             said = f"group `{layer_name(its[1])}` of {plural(len(names), 'parameter')}"
-            return f"{said} where `{layer_name(mine[1])}` belongs"
-    return f"{plural(len(theirs), 'group')} where there are {len(ours)}, or shapes that differ"
+            return f"{said} instead of `{layer_name(mine[1])}`"
+    return f"{plural(len(theirs), 'group')} instead of {len(ours)}, or different shapes"
 
 
 def _process_groups(evidence: RunEvidence) -> Outcome:
@@ -172,7 +172,7 @@ def _coverage(evidence: RunEvidence) -> Outcome:
         found = finding("shards_do_not_add_up", parameters=len(wrong), wrong=wrong)
         return failed("coverage", checked, found)
     if left:
-        said = f"{plural(left, 'parameter')} not checked: some of their ranks left nothing"
+        said = f"{plural(left, 'parameter')} not checked: some of their ranks have no manifest"
         return unknown("coverage", said, checked)
     return ok("coverage", checked, "local shards add up to the global tensors, without gap or overlap")
 
@@ -312,7 +312,9 @@ def _unsharded(evidence: RunEvidence) -> list[UnshardedRow]:
 def _unsharded_check(evidence: RunEvidence, unsharded: Sequence[UnshardedRow]) -> CheckRow:
     if evidence.first.unsharded is None:
         has_stepped = any(one.steps for one in evidence.manifests.values())
-        said = "the run was recorded by an older version" if has_stepped else "no rank ended its first step"
+        said = (
+            "the run was recorded by an older version" if has_stepped else "no rank finished its first step"
+        )
         return unknown("unsharded", f"unknown: {said}")[0]
     size, excess = sum(one.bytes for one in unsharded), sum(one.excess_bytes for one in unsharded)
     said = "every parameter is in a group"
@@ -334,7 +336,7 @@ def _verdict(
     parameters = len(evidence.first_parameters)
     ranks = plural(len(evidence.sharded), "rank")
     if grave:
-        head = f"Not sharded as it should be: {plural(len(grave), 'grave finding')}, {len(findings)} in all."
+        head = f"Sharding is wrong: {plural(len(grave), 'finding')} of high severity, {len(findings)} in all."
     else:
         groups = evidence.first.param_groups
         whole = len(evidence.sharded) > 1 and all(one.shard_world_size < 2 for one in groups)
@@ -342,7 +344,7 @@ def _verdict(
         are = "is" if parameters == 1 else "are"
         head = f"{plural(parameters, 'parameter')} {are} {does} over {ranks} as their meshes define."
         if findings:
-            head += f" {plural(len(findings), 'finding')} to look at."
+            head += f" {plural(len(findings), 'finding')} to check."
     unchecked = [row.name for row in checks if row.state == "unknown"]
     said = [head]
     if unchecked:
@@ -350,6 +352,6 @@ def _verdict(
     if unsharded:
         size = sum(one.excess_bytes for one in unsharded)
         said.append(
-            f"Unsharded tensors take {format_bytes(size)} more on every rank than they would sharded."
+            f"Unsharded tensors take {format_bytes(size)} more on every rank than if they were sharded."
         )
     return said

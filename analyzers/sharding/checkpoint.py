@@ -185,10 +185,10 @@ def _verdict(
     if bad or broken:
         parts = [f"{plural(len(broken), 'file')} missing or truncated"] if broken else []
         parts += [f"{plural(len(bad), 'tensor')} with gaps or overlaps"] if bad else []
-        said.append(f"It cannot be loaded whole: {' and '.join(parts)}.")
+        said.append(f"It cannot be loaded completely: {' and '.join(parts)}.")
     if model is not None:
         kinds = Counter(one.kind for one in model.mismatches)
-        fits = f"{model.matched} of {plural(model.parameters, 'parameter')} of {model.model} are in it"
+        fits = f"It contains {model.matched} of {plural(model.parameters, 'parameter')} of {model.model}"
         differ = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         said.append(f"{fits}{f' ({differ})' if differ else ''}.")
     return said
@@ -198,13 +198,13 @@ def _warnings(entries: Sequence[CheckpointEntry], files: Sequence[CheckpointFile
     said = []
     for file in files:
         if file.state == "missing":
-            said.append(f"{file.name} is missing: {plural(file.entries, 'piece')} cannot be loaded.")
+            said.append(f"{file.name} is missing: {plural(file.entries, 'chunk')} cannot be loaded.")
         if file.state == "truncated":
             said.append(
-                f"{file.name} is truncated: {file.bytes:,} of at least {file.needed_bytes:,} bytes are there."
+                f"{file.name} is truncated: it has {file.bytes:,} of at least {file.needed_bytes:,} bytes."
             )
     gaps = [entry.name for entry in entries if entry.covered is False]
     if gaps:
         more = f" and {len(gaps) - 1} more" if len(gaps) > 1 else ""
-        said.append(f"The pieces of {gaps[0]}{more} do not fill the tensor exactly.")
+        said.append(f"The chunks of {gaps[0]}{more} do not cover the tensor exactly.")
     return said

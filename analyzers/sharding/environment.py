@@ -163,7 +163,7 @@ def _bandwidth(gathers: Sequence[ProbedGather], expected: int | None) -> Outcome
         return failed(
             "bandwidth", len(gathers), finding("slow_collectives", rate=rate, expected=expected / 1e9)
         )
-    return ok("bandwidth", len(gathers), f"{rate}, {expected / 1e9:.0f} GB/s are usual")
+    return ok("bandwidth", len(gathers), f"{rate}; {expected / 1e9:.0f} GB/s is usual")
 
 
 def _clocks(probes: Sequence[RankProbe]) -> Outcome:
@@ -182,7 +182,7 @@ def _disks(probes: Sequence[RankProbe]) -> Outcome:
     free = [one.disk_free_bytes for one in probes if one.disk_free_bytes is not None]
     rates = [one.disk_write_bytes_per_s for one in probes if one.disk_write_bytes_per_s is not None]
     if not free or not rates:
-        return unknown("disk", "it could not be written to")
+        return unknown("disk", "not writable")
     said = f"{format_bytes(min(free))} free, written at {format_bytes(min(rates))}/s"
     if min(free) < _RECORDING_BYTES or min(rates) < _SLOW_DISK:
         return failed("disk", len(rates), finding("small_disk", said=said))
@@ -225,4 +225,4 @@ def _verdict(
     if passed:
         more = f"; {plural(len(findings), 'finding')} to check" if findings else ""
         return [f"{where} can train together{more}."]
-    return [f"{where} cannot train together as they are: {findings[0].message}"]
+    return [f"{where} cannot train together: {findings[0].message}"]

@@ -151,7 +151,7 @@ def _redistributions(index: int, mesh: ShardMesh, table: ShardingTable) -> list[
     many = [one for one in mine if len(one.shape) > 1]
     turned = sum(prod(one.shape) * _item(one.dtype) for one in many)
     rows = [
-        ("Shard", "Replicate", "all_gather", gathered, 1, gathered, "FSDP's unshard, every layer at once"),
+        ("Shard", "Replicate", "all_gather", gathered, 1, gathered, "FSDP's unshard of all layers at once"),
         ("Shard", "Replicate", "all_gather", padded, 1, whole, "full_tensor() of every parameter"),
         (
             "Replicate",
@@ -160,11 +160,11 @@ def _redistributions(index: int, mesh: ShardMesh, table: ShardingTable) -> list[
             0,
             1,
             padded // n,
-            "each rank keeps its rows: a state dict loaded whole",
+            "each rank keeps its rows: loading a full state dict",
         ),
         ("Partial", "Shard", "reduce_scatter", reduced, 1, reduced // n, "FSDP's gradients"),
         ("Partial", "Replicate", "all_reduce", reduced, 2, reduced, "the same gradients, replicated (DDP)"),
-        ("Shard(0)", "Shard(1)", "all_to_all", turned, 1, -(-turned // n), "the other dimension of matrices"),
+        ("Shard(0)", "Shard(1)", "all_to_all", turned, 1, -(-turned // n), "sharding matrices by columns"),
     ]
     return [
         Redistribution(
@@ -206,10 +206,10 @@ def _verdict(parameters: Sequence[ParameterSharding], ranks: Sequence[RankShare]
     if uneven:
         worst = max(uneven, key=lambda one: one.padding_bytes)
         said.append(
-            f"{len(uneven):,} of them divide unevenly: {format_bytes(padding)} of padding "
+            f"{len(uneven):,} of them are not evenly divisible: {format_bytes(padding)} of padding "
             f"({format_frac(padding / (padding + whole))}), most of it in {worst.fqn}."
         )
     empty = sum(one.empty_shards > 0 for one in parameters)
     if empty:
-        said.append(f"Some ranks hold nothing of {plural(empty, 'parameter')}.")
+        said.append(f"Some ranks hold no rows of {plural(empty, 'parameter')}.")
     return said

@@ -24,11 +24,11 @@ CARRIES = {
     "dp_shard": "FSDP's all-gathers and reduce-scatters",
     "dp_shard_cp": "FSDP's all-gathers and reduce-scatters",
     "cp": "keys and values of attention",
-    "ep": "tokens on their way to experts and back (all-to-all)",
+    "ep": "tokens to and from experts (all-to-all)",
     "efsdp": "FSDP's all-gathers and reduce-scatters of the experts",
     "tp": "activations of every layer, several times",
 }
-_PART_OF = "nothing by itself: FSDP shards over dp_shard_cp"
+_PART_OF = "nothing directly: FSDP shards over dp_shard_cp"
 _FLATTENED = ("dp_shard", "cp")
 _REGROUPED = (*_FLATTENED, "tp")
 """Dimensions whose ranks the experts' groups are made of."""
@@ -212,7 +212,7 @@ def _warnings(dimensions: Sequence[MeshDimension], world_size: int, gpus_per_nod
     if world_size > gpus_per_node and world_size % gpus_per_node:
         left = world_size % gpus_per_node
         said.append(
-            f"{plural(world_size, 'rank')} do not fill nodes of {gpus_per_node}: the last has {left}."
+            f"{plural(world_size, 'rank')} do not fill nodes of {gpus_per_node} GPUs: the last has {left}."
         )
     said += [
         f"{one.groups_across_nodes} of {plural(one.groups, 'group')} of {one.name} cross nodes: it "

@@ -271,11 +271,11 @@ def _unless(evidence: RunEvidence, severity: Severity) -> str:
     if evidence.info.wrappers:
         return f", unless {listed(evidence.info.wrappers)} reduces them"
     if severity == "info":
-        return ", unless every rank has experts of its own, as the recording's all-to-alls suggest"
+        return ", unless every rank has its own experts, as the recording's all-to-alls suggest"
     if evidence.own_collectives is None or not evidence.own_collectives.all_reduces:
         shown = "which a trace would show (record with --active 1 or more)"
-        return f", unless the script reduces them, {shown}, or every rank has experts of its own"
-    return ", unless the script's own all-reduces carry them"
+        return f", unless the script reduces them, {shown}, or every rank has its own experts"
+    return ", unless the script's own all-reduces include them"
 
 
 def _without_gradient(evidence: RunEvidence) -> Iterator[Finding]:
@@ -393,7 +393,7 @@ def _integer_reshard(evidence: RunEvidence) -> Iterator[Finding]:
         if before is None or after is None or after < before:
             continue
         size = group.reshard_after_forward
-        where = "is on one node already" if before == 1 else f"still crosses {after} nodes"
+        where = "is already on one node" if before == 1 else f"still crosses {after} nodes"
         yield finding(
             "reshard_cannot_help",
             {"reshard_after_forward": size},

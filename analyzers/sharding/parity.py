@@ -128,16 +128,16 @@ def _hint(first: ParityRow, wrong: Sequence[ParityRow], measured: ParityMeasurem
     """What commonly makes such a difference; None where many things do."""
     if first.step < 0:
         return (
-            "ranks begin with different weights: seed the factory alike, or load the same weights everywhere"
+            "ranks begin with different weights: use the same seed in the factory, or load the same weights"
         )
     if first.kind == "batch":
         return "a rank trains on different data: its batch depends on more than its arguments"
     if first.kind == "loss":
-        return "the forward differs on the same weights and data: a layer that does not work sharded"
+        return "the forward differs on the same weights and data: a layer does not work when sharded"
     gradients = [row for row in wrong if row.kind == "gradient" and row.step == first.step]
     total = sum(row.kind == "gradient" and row.step == first.step for row in wrong)
     if first.kind != "gradient":
-        return "gradients agree and parameters do not: something else updates them"
+        return "gradients agree but parameters differ: something else updates the parameters"
     if all(row.state == "missing" for row in gradients):
         return "no gradient was reduced: set_requires_gradient_sync(False) is still on in the last backward"
     ratios = [row.ratio for row in gradients if row.ratio is not None and _is_scaled(row)]
@@ -150,8 +150,8 @@ def _hint(first: ParityRow, wrong: Sequence[ParityRow], measured: ParityMeasurem
     if total < compared:
         names = ", ".join(row.name for row in gradients[:4])
         return (
-            f"only {total} of {plural(compared, 'gradient')} differ ({names}): parameters that no group "
-            "shards are not reduced"
+            f"only {total} of {plural(compared, 'gradient')} differ ({names}): gradients of parameters in no "
+            "group are not reduced"
         )
     return "all gradients differ: they are reduced over too few ranks, or over ranks with the same data"
 
@@ -177,11 +177,11 @@ def _verdict(
     when = "before the first step" if first.step < 0 else f"in step {first.step}"
     what = f"{first.kind} {first.name}" if first.kind != "loss" else "the loss"
     if first.state == "missing":
-        how_much = "only one side has it"
+        how_much = "it exists on one side only"
     elif first.relative_error is None:
         how_much = "it is not finite"
     else:
-        how_much = f"by {first.relative_error:.2g} of its size, where {first.tolerance:.0e} is rounding"
+        how_much = f"by {first.relative_error:.2g} of its norm; rounding explains up to {first.tolerance:.0e}"
     said = [
         f"Training on {how} does not match one plain process: {what} differs first, {when}, "
         f"on rank {first.rank}: {how_much}."

@@ -170,7 +170,7 @@ def _unknown(names: Sequence[str]) -> list[str]:
         return []
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return [
-        f"left out: {names[0]}{more}: cut by tensor parallelism, and ranks of the shard group left nothing"
+        f"left out: {names[0]}{more}: split by tensor parallelism, and ranks of its group have no manifest"
     ]
 
 

@@ -111,7 +111,7 @@ _OVERRIDES = {
     "NCCL_MIN_CTAS": "the number of channels",
     "NCCL_MAX_CTAS": "the number of channels",
     "NCCL_BUFFSIZE": "the size of a channel's buffer",
-    "NCCL_CROSS_NIC": "which NICs a ring uses",
+    "NCCL_CROSS_NIC": "the NICs of a ring",
     "NCCL_TOPO_FILE": "the topology",
     "NCCL_GRAPH_FILE": "the rings and trees",
 }
@@ -123,10 +123,10 @@ _DISABLING = {
     "NCCL_NVLS_ENABLE": "NVLink SHARP",
 }
 _DEBUGGING = {
-    "CUDA_LAUNCH_BLOCKING": ("1", "every kernel waits for the one before: nothing overlaps"),
-    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked by further ones"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "every kernel waits for the previous one: nothing overlaps"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "additional collectives check every collective"),
     "TORCH_NCCL_BLOCKING_WAIT": ("1", "the host waits for every collective"),
-    "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "kernels of all streams queue up behind each other"),
+    "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "kernels of all streams share one queue"),
 }
 
 _OF_EVERY_BACKEND = ("TORCH_DISTRIBUTED_DEBUG",)

@@ -358,7 +358,7 @@ def _reasons(table: CollectiveTable, sources: _Sources, phases: PhaseTable) -> S
     """Say why each collective without a layer has none: the first of these that holds."""
     labelled = bool((phases.fqn.codes >= 0).any())
     reasons = (
-        ("launched by a CUDA graph, inside which no label is recorded", sources.in_graph),
+        ("launched by a CUDA graph, which records no labels", sources.in_graph),
         ("no FSDP labels in the trace", np.full(len(table), not labelled)),
         ("its launch is not in the file", sources.issue_ns < 0),
         ("issued by the optimizer", table.phase.equals("optimizer")),

@@ -91,10 +91,9 @@ def beside_communication(trace: Trace, work: WorkTable, collectives: Collectives
         count = int(computing.sum())
         lines.append(
             (
-                f"1 kernel on stream {stream} runs beside communication only and is counted as compute: "
+                f"1 kernel on communication stream {stream} is counted as compute: "
                 if count == 1
-                else f"{count} kernels on stream {stream} run beside communication only and are counted as "
-                "compute: "
+                else f"{count} kernels on communication stream {stream} are counted as compute: "
             )
             + names
             + more
@@ -206,7 +205,7 @@ _HOW_LOST = (
 _COUNTERS = "cuda_profiler_range"
 """Category of CUPTI's measurements of hardware counters."""
 _COUNTED = (
-    "The profiler measured hardware counters instead, which leave no times of kernels: record without "
+    "The profiler measured hardware counters, which exclude kernel times: record without "
     "profiler_metrics in the profiler's experimental_config."
 )
 
@@ -282,8 +281,8 @@ def rank_tables(
         warnings += [f"{trace.source}: {line}" for line in beside_communication(trace, work, collectives)]
         if len(aside := gloo_ranges(trace)):
             warnings.append(
-                f"{trace.source}: {len(aside)} collectives ran on the host (gloo); the device's account"
-                " leaves them out"
+                f"{trace.source}: {len(aside)} collectives ran on the host (gloo); the device breakdown "
+                "excludes them"
             )
     else:
         work = host_work(trace, phases)
@@ -336,18 +335,18 @@ def _missing_records(
     """Say which records of the device are missing or wrong, and what that does to the analysis."""
     told = []
     if incomplete and not len(device):
-        known = [f"{len(calls):,} launches are in it"] if len(calls) else []
+        known = [f"it has {len(calls):,} launches"] if len(calls) else []
         if manifest is not None and _used_gpu(manifest):
             known.append(f"the rank ran on {manifest.device.name or 'a GPU'}")
         why = _COUNTED if trace.events.category.equals(_COUNTERS).any() else _HOW_LOST
-        told = [f"no record of the device, although {' and '.join(known)}; no step is analysed. {why}"]
+        told = [f"no device records, although {' and '.join(known)}; no step is analysed. {why}"]
     elif incomplete:
         shown = [f"{one.missing:,} of {one.launches:,} in step {one.step}" for one in incomplete[:_SHOWN]]
         if len(incomplete) > _SHOWN:
             shown.append(f"and in {len(incomplete) - _SHOWN} more steps")
         numbers = ",".join(str(one.step) for one in incomplete[:_SHOWN] if one.step not in analysed)
-        fate = f"left out; --steps {numbers} shows what is there" if numbers else "analysed as asked"
-        told = [f"launches without a record of the device: {', '.join(shown)}: {fate}. {_HOW_LOST}"]
+        fate = f"left out; --steps {numbers} analyses them anyway" if numbers else "analysed as requested"
+        told = [f"launches without a device record: {', '.join(shown)}: {fate}. {_HOW_LOST}"]
     if twice := overlapping_records(device):
         told.append(
             f"{twice:,} device records overlap the preceding record on their stream: "
@@ -367,8 +366,8 @@ def _disagreements(trace: Trace, manifest: RankManifest | None) -> list[str]:
         ("torch", trace.torch_version, manifest.versions.get("torch")),
     )
     return [
-        f"{trace.source}: its {what} is {here}, the manifest beside it says {there}: another rank's or run's "
-        "trace?"
+        f"{trace.source}: its {what} is {here}, but the manifest beside it says {there}: is the trace from "
+        "another rank or run?"
         for what, here, there in pairs
         if here is not None and there is not None and here != there
     ]
@@ -384,13 +383,13 @@ def _held_back(trace: Trace, manifest: RankManifest | None) -> list[str]:
         if (step.quota_throttled_ns or 0) > _MOST_THROTTLED * step.cpu_time_ns:
             quota.append(step)
     told = [
-        f"{printable(reason)} lowered the GPU's clock in {_steps(steps)} (NVML): check its cooling and power"
+        f"{printable(reason)} lowered the GPU's clock in {_steps(steps)} (NVML): check cooling and power"
         for reason, steps in sorted(lowered.items())
     ]
     if quota:
         stopped = format_ns(sum(one.quota_throttled_ns or 0 for one in quota) // len(quota))
         told.append(
-            f"the container's CPU quota was used up for {stopped} a step in "
+            f"the container's CPU quota was exhausted for {stopped} per step in "
             f"{_steps([one.step for one in quota])}: raise its CPU limit"
         )
     return [f"{trace.source}: {line}" for line in told]

@@ -62,17 +62,17 @@ def _sentences(cross: CrossRank, rows: list[RankWait], analysed_ns: float) -> li
     if not cross.matched and not cross.unmatched:
         return []
     if cross.match_key is None:
-        return ["Collectives could not be matched over the ranks."]
+        return ["Collectives could not be matched across ranks."]
     unmatched = f", {cross.unmatched:,} could not be" if cross.unmatched else ""
     matched = plural(cross.matched, "collective")
-    lines = [f"{matched} matched over the ranks by {cross.match_key.replace('_', ' ')}{unmatched}."]
+    lines = [f"{matched} matched across ranks by {cross.match_key.replace('_', ' ')}{unmatched}."]
     total = sum(row.wait_caused_ns for row in rows)
     if not total:
         return lines
     if total < _WORTH_NAMING * analysed_ns:
         return [
             *lines,
-            f"They wait for one another less than {format_frac(_WORTH_NAMING)} of their time.",
+            f"The ranks wait for each other less than {format_frac(_WORTH_NAMING)} of their time.",
         ]
     for row in rows[:_NAMED]:
         if row.wait_caused_ns < _NAMED_SHARE * total:

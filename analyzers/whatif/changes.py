@@ -165,7 +165,7 @@ def _compute(value: str) -> Change:
         return replace(
             changed,
             pace=replace(pace, activity_ns=activity_ns, host_ns=host_ns),
-            assumptions=(*changed.assumptions, "every compute kernel or operator is faster by this factor"),
+            assumptions=(*changed.assumptions, "every compute kernel or operator speeds up by this factor"),
         )
 
     return Change("compute", value, f"compute {value} as fast", apply)
@@ -188,7 +188,7 @@ def _bandwidth(value: str) -> Change:
 
         known = any(floor.values())
         note = (
-            "latency stays as it is: estimated from how time grows between two message sizes"
+            "latency is unchanged: estimated from the times of two message sizes"
             if known
             else "latency scales too: the run's message sizes do not separate it from bandwidth"
         )
@@ -239,7 +239,7 @@ def _reduce_dtype(value: str) -> Change:
         if not reduced:
             raise NotApplicableError("the traces name no layer's reduce-scatter (no FSDP labels)")
         if not any(one.dtype != dtype for one in reduced):
-            raise NotApplicableError(f"no layer's gradients are reduced in another type than {dtype}")
+            raise NotApplicableError(f"no layer's gradients are reduced in a dtype other than {dtype}")
         pace = changed.pace
         indices = {id(one) for one in reduced}
 
@@ -264,7 +264,7 @@ def _reduce_dtype(value: str) -> Change:
 
 def _no_host_syncs(changed: Changed) -> Changed:
     if not any(point.syncs for program in changed.job for point in program.points):
-        raise NotApplicableError("no call of this run synchronizes the host with the device")
+        raise NotApplicableError("no call in this run synchronizes the host with the device")
     job = []
     copies: set[int] = set()
     for program in changed.job:
@@ -290,7 +290,7 @@ def _no_host_syncs(changed: Changed) -> Changed:
 def _no_data_loader(changed: Changed) -> Changed:
     job = [batches_at_hand(program) for program in changed.job]
     if all(after is before for after, before in zip(job, changed.job, strict=True)):
-        raise NotApplicableError("no step of this run gets a batch from a DataLoader")
+        raise NotApplicableError("no step in this run gets a batch from a DataLoader")
     return replace(changed, job=job)
 
 
@@ -301,7 +301,7 @@ def _no_stragglers(changed: Changed, late: Sequence[int]) -> Changed:
         raise UsageError(f"--without straggler:{text}: only ranks {sorted(ranks)} have traces")
     left = (changed.pace.waits_for or frozenset(ranks)) - set(late)
     if not left:
-        raise NotApplicableError("it takes the trace of another rank")
+        raise NotApplicableError("this needs the trace of another rank")
     if not any(one.meeting >= 0 for program in changed.job for one in program.activities.values()):
         raise NotApplicableError("the ranks' collectives could not be matched")
     is_never = "is never the last; its own steps" if len(late) == 1 else "are never the last; their steps"
@@ -337,7 +337,7 @@ def _separate(value: str) -> Change:
         )
 
     return Change(
-        "separate_reduce_scatter_group", value, "a communicator of their own for reduce-scatters", apply
+        "separate_reduce_scatter_group", value, "a separate communicator for reduce-scatters", apply
     )
 
 
@@ -350,7 +350,7 @@ def _wrap(value: str) -> Change:
         merged = [units for program in changed.job for units in _units_of_blocks(program)]
         if not merged:
             raise NotApplicableError(
-                "every block is one FSDP unit already, or the traces do not name the units"
+                "every block is already one FSDP unit, or the traces do not name the units"
             )
         floor, pace = latencies(sent), changed.pace
         together: dict[int, Sequence[Activity]] = {}
@@ -376,7 +376,7 @@ def _wrap(value: str) -> Change:
             assumptions=(
                 *changed.assumptions,
                 "a block's units are gathered with its first and reduced with its last, one latency each; "
-                "what the host does for every unit stays, so that the gain is a lower bound",
+                "the host work per unit stays, so the gain is a lower bound",
             ),
         )
 
@@ -410,7 +410,7 @@ def _sent(changed: Changed) -> list[Activity]:
     """Every collective of the job. Raises ``NotApplicableError`` if there is none, as with one rank."""
     sent = [one for program in changed.job for one in program.activities.values() if one.kind == "collective"]
     if not sent:
-        raise NotApplicableError("nothing is sent in this run")
+        raise NotApplicableError("this run has no collectives")
     return sent
 
 
@@ -460,7 +460,7 @@ def _reshard(value: str) -> Change:
         job = [resharded(program, value) for program in changed.job]
         after = [gathers(program) for program in job]
         if [len(one) for one in before] == [len(one) for one in after]:
-            raise NotApplicableError("the run does so already")
+            raise NotApplicableError("the run already does this")
         more = _kept_bytes(after[0]) - _kept_bytes(before[0])
         memory = None if changed.memory_bytes is None else changed.memory_bytes + more
         return replace(changed, job=job, memory_bytes=memory)
@@ -505,7 +505,7 @@ def _sync(value: str) -> Change:
             memory_bytes=(changed.memory_bytes or 0) + sum(sizes) if known else None,
             assumptions=(
                 *changed.assumptions,
-                "adding up a layer's full gradients takes as long as copying them into their reduction did",
+                "accumulating a layer's full gradients takes as long as copying them into their reduction",
             ),
         )
 

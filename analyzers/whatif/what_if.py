@@ -38,9 +38,9 @@ from fsdp2prof.units import format_bytes, format_frac, format_ns
 from fsdp2prof.vocabulary import layer_name, op_label
 
 _ASSUMPTIONS = (
-    "recorded durations are unchanged: kernels, the host's work, transfers from the arrival of the "
-    "last rank; kernels beside a collective keep the slow-down that they had",
-    "order and waits are FSDP2's own; waits that no rule explains are kept as recorded",
+    "recorded durations are unchanged: kernels, host work, transfers from the arrival of the "
+    "last rank; kernels beside a collective keep their recorded slowdown",
+    "order and waits follow FSDP2; unexplained waits stay as recorded",
 )
 
 _WORTH_SAYING = 0.002
@@ -305,7 +305,7 @@ def _verdict(result: WhatIf, best: WhatIfChange | None) -> list[str]:
     worst = result.by_layer[0] if result.by_layer else None
     if worst is not None and worst.gained_ns > _MUCH * abs(best.gained_ns or 0.0) > 0:
         lines.append(
-            f"Most of it at one place: the {op_label(worst.op)} of {layer_name(worst.fqn)} in {worst.phase}: "
+            f"The largest part is the {op_label(worst.op)} of {layer_name(worst.fqn)} in {worst.phase}: "
             f"{format_ns(worst.exposed_before_ns)} exposed before, {format_ns(worst.exposed_after_ns)} after."
         )
     return lines

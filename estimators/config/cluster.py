@@ -128,8 +128,8 @@ class Cluster:
         if self.network is None:
             raise ModelError(
                 f"{span} ranks are more than one node of {self.gpus_per_node} GPUs: name the network "
-                "between nodes (--network 400gb-ib), or how many GPUs NVLink joins (--gpus-per-node, "
-                "72 in an NVL72 rack)"
+                "between nodes (--network 400gb-ib), or set a larger node (--gpus-per-node: GPUs that NVLink "
+                "joins, 72 in an NVL72 rack)"
             )
         per_node = max(1, self.gpus_per_node // stride)
         return Placement(

@@ -133,7 +133,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return cls(name=text.strip(), memory_mib=size / _MIB, source="given by its memory size")
         if text.lower() == "cpu":
             raise ModelError(
-                "hardware 'cpu': no CPU is known by name. Measure it: `fsdp2prof bench -o cpu.json -- "
+                "hardware 'cpu': no CPU is built in. Measure it: `fsdp2prof bench -o cpu.json -- "
                 "torchrun --nproc-per-node N`, then --hardware cpu.json (a memory size alone: 64GiB)"
             )
         name, at, limit = text.partition("@")
@@ -410,7 +410,7 @@ def _of_nccl_tests(path: Path) -> HardwareSpec:
             if table.hosts > 1:
                 raise ModelError(
                     f"hardware {file}: {table.op} ran over {table.hosts} hosts; give tables of one host, and "
-                    "--network for what connects them"
+                    "--network for the network between them"
                 )
             found = _of_device(table.device, str(file))
             if spec is not None and found.name != spec.name:

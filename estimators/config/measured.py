@@ -72,7 +72,7 @@ class Measured:
             reached = f"{mfu * step_ns / max(1, found):.0%}"
             raise UsageError(
                 f"--measured {self}: an MFU of {reached}, more than the hardware's peak; "
-                "check the number, --hardware, and the batch that it is of"
+                "check the number, --hardware, and the batch size"
             )
         return found
 

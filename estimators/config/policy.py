@@ -103,16 +103,16 @@ def dtype_bytes(name: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicySpec:
-    """Settings of a training beside model and mesh: batch, sharding, precision, checkpointing, optimizer.
+    """Settings of a training besides model and mesh: batch, sharding, precision, checkpointing, optimizer.
 
-    Every field takes what a person writes (``ac="every:2"``, ``param_dtype="bf16"``) and holds the typed
-    value. Raises ``ModelError`` with one line if a value is unknown or contradicts another.
+    Fields accept the text of the command line (``ac="every:2"``, ``param_dtype="bf16"``) and store typed
+    values. Raises ``ModelError`` with one line if a value is unknown or contradicts another.
     """
 
     batch_size: int = of_batch(
         1,
         Integer(1, _MOST_TOKENS),
-        "Sequences per rank and micro-batch; pairs of them with loss=dpo.",
+        "Sequences per rank and micro-batch; with loss=dpo, pairs of sequences.",
         everyday=True,
         planned=True,
     )
@@ -125,14 +125,14 @@ class PolicySpec:
     documents: Documents | None = of_batch(
         None,
         Words(words=(), none=True, counted=(MaskedDocuments, VarlenDocuments, FlexDocuments)),
-        "K documents of equal length packed into each sequence, each attending only to itself: by "
+        "Pack K documents of equal length into each sequence, without attention between documents: by "
         "transformers' mask for SDPA, FlashAttention's variable lengths, or flex attention's block mask.",
     )
     images: int = of_batch(
         0, Integer(0, _MOST_REPEATS), "Images in each sequence, for a Hugging Face model of text and images."
     )
     image_size: ImageSize | None = of_batch(
-        None, ImageSizeText(), "Image size in pixels, where the vision tower accepts any size."
+        None, ImageSizeText(), "Image size in pixels, if the vision tower accepts any size."
     )
     grad_accum: int = of_batch(
         1, Integer(1, _MOST_REPEATS), "Micro-batches per optimizer step.", everyday=True, planned=True
@@ -140,21 +140,22 @@ class PolicySpec:
     sync: Sync = of_batch(
         "last",
         Words(words=get_args(Sync)),
-        "Reduce gradients after the last micro-batch only, or after each.",
+        "Reduce gradients only after the last micro-batch, or after each.",
         planned=True,
     )
     wrap: tuple[str, ...] = of_sharding(
         ("block",),
         Names("block, root, class names or module names"),
-        "Units to shard in addition to the root: block, a class, a module (* matches one name); a+b in one "
-        "call; root alone shards nothing else.",
+        "Units to wrap besides the root: block, a class, a module (* matches one name); a+b in one "
+        "call; root wraps nothing else.",
         planned=True,
     )
     reshard: Reshard | ByUnit = of_sharding(
         "default",
         PerUnit(Words(words=get_args(ReshardRule), number="a number of ranks"), "default"),
-        "After forward: fully_shard's own rule (not the root), torchtitan's (nor what follows the last "
-        "block, or that block), all, none, or to K ranks; some units differently, as norm+output=never.",
+        "Resharding after forward: fully_shard's rule (all but the root), torchtitan's (also not the unit "
+        "after the last block, or that block), all, none, or to K ranks; per unit, for example "
+        "norm+output=never.",
         planned=True,
     )
     reshard_root: bool | None = of_sharding(
@@ -163,15 +164,15 @@ class PolicySpec:
     param_dtype: str | ByUnit | None = of_precision(
         "bfloat16",
         PerUnit(Dtype(none=True), "bfloat16"),
-        "Dtype of the all-gather and of compute; none is the original.",
+        "Dtype of the all-gather and of compute; none: the original dtype.",
     )
     reduce_dtype: str | ByUnit | None = of_precision(
         "float32",
         PerUnit(Dtype(none=True), "float32"),
-        "Dtype of gradient reduction; none is the gradient's own.",
+        "Dtype of gradient reduction; none: the gradient's dtype.",
     )
     output_dtype: str | ByUnit | None = of_precision(
-        None, PerUnit(Dtype(none=True), None), "Dtype that a unit's outputs are cast to; none is their own."
+        None, PerUnit(Dtype(none=True), None), "Dtype that a unit's outputs are cast to; none: no cast."
     )
     orig_dtype: str = of_precision("float32", Dtype(), "Dtype of the shards, gradients and optimizer state.")
     offload: bool = of_sharding(
@@ -180,11 +181,11 @@ class PolicySpec:
     lora: Lora | None = of_training(
         None,
         LoraText(),
-        "Low-rank adapters beside the linear layers of these names, or experts; the rest is frozen, in "
+        "Low-rank adapters for the linear layers of these names, or experts; all else is frozen, in "
         "base=DTYPE, or in 4 bits: base=nf4 (torchao), base=bnb-nf4 (bitsandbytes).",
     )
     trainable: str | None = of_training(
-        None, Regex(), "Searched in parameter names; parameters without a match are frozen."
+        None, Regex(), "Regular expression for the names of trained parameters; others are frozen."
     )
     ac: ActivationCheckpointing = of_checkpointing(
         "none",
@@ -194,8 +195,8 @@ class PolicySpec:
             refused=(
                 ("memory-budget", "use op, or full and none as the two ends of a budget"),
                 ("budget", "use op, or full and none as the two ends of a budget"),
-                ("offload", "activations on the host are left out: use full"),
-                ("submodule", "parts of a block are checkpointed apart: use full, which keeps less"),
+                ("offload", "activation offload is not supported: use full"),
+                ("submodule", "checkpointing parts of a block is not supported: use full, which saves less"),
             ),
         ),
         "Activation checkpointing: of every block, selective by operator, or of every K-th block.",
@@ -205,8 +206,7 @@ class PolicySpec:
     optimizer: str = of_training(
         "adamw",
         Words(words=(*OPTIMIZERS, *HELD, "none"), factory=True),
-        "The optimizer, by name or made by a function of the parameters; none trains nothing, forward and "
-        "backward only.",
+        "The optimizer, by name or built by a function of the parameters; none: forward and backward only.",
         everyday=True,
     )
     optimizer_impl: OptimizerImpl = of_training(
@@ -215,7 +215,7 @@ class PolicySpec:
             words=tuple(IMPLEMENTATIONS),
             refused=(
                 ("in-backward", "use fused with clip_grad=false, which also holds all sharded gradients"),
-                ("cpu-offload", "use offload, which keeps parameters and gradients on the host, too"),
+                ("cpu-offload", "use offload, which also keeps parameters and gradients on the host"),
             ),
         ),
         "Optimizer implementation.",
@@ -227,21 +227,21 @@ class PolicySpec:
         "Cross-entropy over all logits in fp32 or (native) their own dtype, compiled, fused with the head, "
         "or in chunks: K of the sequence, recomputed, kept (torchtune) or with their backward at once "
         "(torchtitan); of K tokens (TRL); of K entries of the vocabulary, or blocks of K by K (prime-rl). "
-        "logprobs is the loss of reinforcement learning; dpo takes pairs, chosen and rejected in one batch.",
+        "logprobs is for reinforcement learning; dpo takes pairs, chosen and rejected in one batch.",
         everyday=True,
     )
     keep_logits: KeptLogits | None = of_training(
         None,
         Words(words=get_args(KeptLogits), none=True),
-        "Logits that the script still holds in backward and till the next forward has made others: as the "
-        "model returns them (own), or the fp32 copy that the loss is computed of.",
+        "Logits that the script still holds in backward, until the next forward replaces them: as the "
+        "model returns them (own), or the fp32 copy for the loss.",
         memory_only=True,
     )
     loss_parallel: bool | None = of_parallelism(
         None,
         Flag(unset=True),
-        "Under tensor parallelism keep the logits sharded over the vocabulary; not given, built-in models do "
-        "and Hugging Face's own plans gather them.",
+        "Under tensor parallelism, keep the logits sharded by vocabulary. By default built-in models do, "
+        "and Hugging Face plans gather them.",
         planned=True,
     )
     forward_prefetch: Prefetch | ByUnit = of_sharding(
@@ -250,12 +250,12 @@ class PolicySpec:
     backward_prefetch: Prefetch | ByUnit = of_sharding(
         0,
         PerUnit(Prefetched(MOST_LAYERS), 0),
-        "Blocks prefetched explicitly in backward, or units by name; 0 is FSDP's own single one.",
+        "Blocks prefetched explicitly in backward, or units by name; 0: FSDP's implicit prefetch of one.",
     )
     unshard_in_backward: bool | ByUnit = of_sharding(
         True,
         PerUnit(YesNo(), True),
-        "Whether parameters are gathered for backward; no for units whose backward needs none, as "
+        "Whether parameters are gathered for backward; no for units whose backward needs none, for example "
         "tok_embeddings=no.",
         planned=True,
     )
@@ -267,7 +267,7 @@ class PolicySpec:
     async_tp: bool = of_parallelism(
         False,
         Flag(),
-        "Asynchronous tensor parallelism: the compiler runs products beside their gathers and scatters.",
+        "Asynchronous tensor parallelism: the compiler overlaps matrix products with their collectives.",
         planned=True,
     )
     float8: Float8 | None = of_precision(
@@ -275,9 +275,9 @@ class PolicySpec:
         Words(
             words=get_args(Float8),
             none=True,
-            refused=(("nvfp4", "use mxfp8, which moves twice as many bytes of each factor"),),
+            refused=(("nvfp4", "use mxfp8, which moves twice as many bytes per factor"),),
         ),
-        "float8 training of the linear layers inside blocks, by torchao's recipe; mxfp8 is its MX linear.",
+        "float8 training of the linear layers inside blocks, by torchao's recipes; mxfp8 is its MX linear.",
     )
     fp8_all_gather: bool = of_precision(
         False, Flag(), "All-gather the weights of linear layers inside blocks as float8."
@@ -302,8 +302,8 @@ class PolicySpec:
     attention_is_saved: bool | None = of_checkpointing(
         None,
         Flag(unset=True, off="--attention-is-recomputed"),
-        "Whether ac=op saves attention's results; torchtitan's list had those of flash and efficient alone "
-        "until December 2025.",
+        "Whether ac=op saves attention's results; until December 2025 torchtitan's list had only those of "
+        "flash and efficient.",
         planned=True,
     )
     ac_saves: tuple[str, ...] | None = of_checkpointing(
@@ -315,60 +315,60 @@ class PolicySpec:
     ac_recomputes: tuple[str, ...] | None = of_checkpointing(
         None,
         Names("router.gate", none=True),
-        "Linear layers, by a part of their name, whose matrix products (and all of the same shape) ac=op "
-        "recomputes and does not count; other blocks are unaffected.",
+        "Linear layers, by part of their name, whose matrix products (and all others of that shape) ac=op "
+        "recomputes and does not count.",
         planned=True,
     )
     norm: Norm | None = of_software(
         None,
         Words(words=get_args(Norm), none=True),
-        "RMSNorm of the built-in models: separate operators in fp32, or one kernel; none is composed.",
+        "RMSNorm of the built-in models: separate operators in fp32, or one kernel. Default: composed.",
     )
     mlp: Mlp | None = of_software(
         None,
         Words(words=get_args(Mlp), none=True),
-        "SiLU and the product of the built-in models' SwiGLU: two operators, or Liger's one kernel; none is "
+        "SiLU and product of the built-in models' SwiGLU: two operators, or Liger's one kernel. Default: "
         "composed.",
     )
     allocator: Allocator | None = of_software(
         None,
         Words(words=get_args(Allocator), none=True),
-        "The CUDA caching allocator's segments; if omitted: expandable, with a range that covers both.",
+        "Segments of the CUDA caching allocator. Default: expandable, with a range that covers both.",
         memory_only=True,
     )
     fused_kernels: bool = of_software(
         False,
         Flag(),
-        "Blocks run other kernels than torch's (Transformer Engine's): ranges begin at what fused ones save.",
+        "Blocks run fused kernels other than torch's (Transformer Engine): ranges begin at what those save.",
     )
     record_streams: bool | None = of_software(
         None,
         Flag(unset=True),
-        "Whether NCCL's asynchronous collectives call record_stream: torch before 2.8 by default.",
+        "Whether NCCL's asynchronous collectives call record_stream. Default: only before torch 2.8.",
         memory_only=True,
     )
     expert_shards: ExpertShards = of_sharding(
         "auto",
         Words(words=get_args(ExpertShards)),
-        "What FSDP cuts stacked experts into: experts, or their hidden dimension; auto is hidden where "
-        "expert parallelism leaves more ranks than experts, as in torchtitan.",
+        "Dimension along which FSDP shards stacked experts: experts, or their hidden dimension; auto is "
+        "hidden if expert parallelism leaves more ranks than experts, as in torchtitan.",
     )
     imbalance: float = of_parallelism(
         1.0,
         Number(1.0),
-        "Tokens that a rank's experts receive under expert parallelism, as a multiple of the mean.",
+        "Tokens received by a rank's experts under expert parallelism, as a multiple of the mean.",
     )
     pp_stage: int = of_parallelism(
         0,
         Integer(0, MOST_LAYERS),
-        "Pipeline stage to estimate; the first holds the embedding, the last norm and head.",
+        "Pipeline stage to estimate; the first has the embedding, the last has norm and head.",
         planned=True,
     )
     pp_end_layers: int = of_parallelism(
         0,
         Integer(0, MOST_LAYERS),
-        "Layers that the embedding, and the last norm with the head, count as when stages are made "
-        "equally long; torchtitan: 1.",
+        "Number of layers that the embedding, and the last norm with the head, count as when blocks are "
+        "distributed over stages; torchtitan: 1.",
     )
     pp_schedule: PipelineSchedule = of_parallelism(
         "1f1b",
@@ -383,19 +383,19 @@ class PolicySpec:
                 ("dualpipe", "use zbv, which does not overlap two micro-batches"),
             ),
         ),
-        "Pipeline schedule: one stage a rank (1f1b, gpipe, zb1p), two in a V (zbv), or K stages a "
-        "rank; zb1p and zbv are the zero-bubble schedules.",
+        "Pipeline schedule: one stage per rank (1f1b, gpipe, zb1p), two in a V (zbv), or K stages per "
+        "rank; zb1p and zbv are zero-bubble schedules.",
         planned=True,
     )
     extra_model: ExtraModels | None = of_training(
         None,
         ExtraModelsText(),
-        "Frozen models run forward without gradients before each micro-batch: references, reward models; "
-        "self is the trained model (its adapters left out, or for old log-probabilities).",
+        "Frozen models that run forward without gradients before each micro-batch: reference and reward "
+        "models; self is the trained model (without its adapters, or for old log-probabilities).",
     )
 
     attention_is_stated: bool = field(default=False, compare=False, repr=False)
-    """Whether a person, a file or a stack says which attention runs, be it the default."""
+    """Whether the user, a file or a stack stated the attention kernel, even the default one."""
 
     def __post_init__(self) -> None:
         read_options(self)

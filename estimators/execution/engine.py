@@ -79,7 +79,7 @@ def attention_kernel(policy: PolicySpec) -> AbstractContextManager[object]:
     documents one by one where the kernel keeps them apart.
     """
     if policy.documents is not None and policy.attention == "math":
-        raise ModelError("documents: attention=math computes all pairs: leave one of them out")
+        raise ModelError("documents: attention=math computes all pairs: use only one of them")
     if policy.attention == "math":
         return sdpa_kernel(SDPBackend.MATH)
     return documents_apart(policy.documents)

@@ -82,7 +82,9 @@ def _let_transformers(model: Model, documents: Documents) -> None:
     """Have a model of transformers keep documents apart. Raises ``ModelError`` if it does not know how."""
     module: Any = model.module
     if not hasattr(module, "set_attn_implementation"):
-        raise ModelError(f"documents: unknown how {model.name} separates them: pack them in its own factory")
+        raise ModelError(
+            f"documents: it is unknown how {model.name} separates them: pack them in its own factory"
+        )
     name, (support, kernel) = type(module).__name__, _SUPPORT[documents.word]
     if not getattr(module, support, False):
         raise ModelError(f"documents: {name} does not support {kernel}, which documents={documents} needs")

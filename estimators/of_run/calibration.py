@@ -135,7 +135,7 @@ def _batch_and_length(tables: RankTables, manifest: RankManifest) -> tuple[int, 
         return max(looked_up, key=lambda size: size[0] * size[1])
     raise ModelError(
         f"rank {manifest.rank}: no shapes of an attention or of an embedding were recorded, so its batch and "
-        "sequence length are not known; record with --shapes"
+        "sequence length are unknown; record with --shapes"
     )
 
 

@@ -126,10 +126,10 @@ class _Asked:
             return ""
         refused = self._refused.get(value + self.easiest)
         if refused is not None:
-            return f" Memory does not end it: {refused.removeprefix('plan: ')}."
+            return f" Memory is not the limit: {refused.removeprefix('plan: ')}."
         config = self._planning.model().config
         if self._question == "max seq-len" and config is not None and value > config.context:
-            return f" {config.name} was made for at most {config.context:,}."
+            return f" {config.name} supports at most {config.context:,}."
         return ""
 
     def _with(self, value: int) -> PlanRequest:

@@ -58,7 +58,7 @@ def why_it_lost(one: Scored, winner: Scored | None, request: PlanRequest, equal_
         return f"{format_bytes(one.total_bytes - winner.total_bytes)} more memory"
     slower = one.step_ns / winner.step_ns - 1
     if slower < -_ALIKE and (one.confirmed or _numbers_of(one) != _numbers_of(winner)):
-        return f"{format_frac(-slower)} less time, with other numbers or code: --fix it to take it"
+        return f"{format_frac(-slower)} less time, with changed numerics or code: select it with --fix"
     if slower < -_ALIKE and -slower > equal_frac:
         return f"{format_frac(-slower)} less time by the search, which the engine did not confirm"
     if -_ALIKE <= slower <= _ALIKE:
@@ -111,7 +111,7 @@ def _spent(one: Scored, winner: Scored, request: PlanRequest) -> str:
     rest = round(1000 * (one.step_ns / winner.step_ns - 1)) - sum(tenths[name] for name in named)
     parts = [(tenths[name], _called(name, one if tenths[name] > 0 else winner, request)) for name in named]
     if rest:
-        parts.append((rest, "the rest" if named else "a little of everything"))
+        parts.append((rest, "the rest" if named else "small differences"))
     parts.sort(key=lambda part: part[0] < 0)  # what it loses, then what it gains
     return ", ".join(f"{size / 10:+.1f}% {name}" for size, name in parts)
 

@@ -92,7 +92,9 @@ def simulate(program: Program, costs: Costs, *, repeats: int = 2) -> Timeline:
     state = _Simulation(program, costs, repeats)
     state.run()
     if max((*state.host_end, *state.end), default=0) > _LONGEST_NS:
-        raise ModelError("a step would take more than two years: a rate or a time of the hardware is wrong")
+        raise ModelError(
+            "a step would take more than two years: a rate or time in the hardware description is wrong"
+        )
     size = len(program.commands)
     begin = state.host[-size] if size else 0
     return Timeline(

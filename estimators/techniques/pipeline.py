@@ -75,9 +75,8 @@ def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
     if isinstance(plan, (BuiltinPlan, TransformersPlan)):
         plan = replace(plan, absent=absent)
     counts = [len(held) for held in of_ranks]
-    uneven = (
-        f"the ranks of the pipeline hold {', '.join(map(str, counts))} blocks, and the longest sets its pace"
-    )
+    held = ", ".join(map(str, counts))
+    uneven = f"the ranks of the pipeline hold {held} blocks, and the longest stage limits the pipeline"
     return replace(
         model,
         notes=model.notes if len(set(counts)) == 1 else (*model.notes, uneven),

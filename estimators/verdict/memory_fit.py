@@ -262,7 +262,7 @@ def _padded_experts(group: ParameterGroup) -> list[ShardedParameter]:
 
 def advice(options: Sequence[Remedy], missing_bytes: int) -> list[str]:
     """Say what to change in a run that misses ``missing_bytes`` of device memory at least."""
-    lines = [f"{one.how}: takes off {format_bytes(one.saves_bytes)} at most" for one in options]
+    lines = [f"{one.how}: saves {format_bytes(one.saves_bytes)} at most" for one in options]
     if lines and missing_bytes > 0 and all(one.enough is False for one in options):
         lines.append(
             f"each alone is less than the {format_bytes(missing_bytes)} that is missing: combine them"

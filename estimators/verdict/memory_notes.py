@@ -64,11 +64,11 @@ def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[
     workspace = format_bytes(BLAS_WORKSPACE_BYTES)
     notes = [
         *how,
-        "rank 0, which holds a full shard of every parameter; materialized from meta, nothing is loaded",
+        "rank 0, which holds a full shard of every parameter; materialized from meta, without a checkpoint",
         f"reserved: the caching allocator with {policy.allocator or 'expandable'} segments, "
         "replayed over two steps, the second with optimizer state",
         f"{_ATTENTION[policy.attention]}; a cuBLAS workspace of {workspace} each for forward and backward",
-        "tensors are freed when the training drops them: none waits in a reference cycle",
+        "tensors are freed when the training drops them; none is in a reference cycle",
         "CUDA context, kernels and NCCL buffers are outside the allocator and given as a range",
     ]
     if captured_policy(mesh, policy) != policy:

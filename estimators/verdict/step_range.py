@@ -113,7 +113,7 @@ def range_of(
         )
     hardware = costs.cluster.hardware
     if hardware.on_host:
-        return StepRange(low_ns=step_ns, high_ns=step_ns, unknown=["nothing is varied for a CPU"])
+        return StepRange(low_ns=step_ns, high_ns=step_ns, unknown=["no range for a CPU"])
     kernel = part.fastest_attention if policy.leaves_attention_open else None
     kernel = None if kernel == policy.attention else kernel
     kind, harsh = _ends(costs.cluster, hardware if kernel is None else part.with_attention(kernel))
@@ -316,7 +316,7 @@ def _of_costs(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[s
         "a steady step as FSDP2, autograd and the optimizer command it, captured on fake tensors",
         f"{hardware.name}: {hardware.source}",
         *hardware.assumed(),
-        "every rank is as fast as every other; data loading, logging and checkpoints cost nothing",
+        "all ranks are equally fast; data loading, logging and checkpoints cost nothing",
         "collectives by NCCL's own latencies and protocols, at the bandwidth that large ones reach",
     ]
     if hardware.power_frac < 1:

@@ -18,9 +18,11 @@ from fsdp2prof.errors import Fsdp2ProfError
 
 Keys: TypeAlias = Annotated[
     list[str] | None,
-    Field(description="Paths of the document to return whole, as `trace.by_layer`; by default its summary."),
+    Field(
+        description="Paths in the document to return in full, such as `trace.by_layer`; default: its summary."
+    ),
 ]
-Rows: TypeAlias = Annotated[int, Field(ge=1, le=10_000, description="Rows of each list.")]
+Rows: TypeAlias = Annotated[int, Field(ge=1, le=10_000, description="Maximum rows of each list.")]
 Options: TypeAlias = Annotated[
     dict[str, str | int | float | bool | list[str | int | float]] | None,
     Field(
@@ -28,7 +30,7 @@ Options: TypeAlias = Annotated[
         "resource fsdp2prof://options/VERB lists them."
     ),
 ]
-Limit: TypeAlias = Annotated[float, Field(gt=0, le=3600, description="Seconds until the call is given up.")]
+Limit: TypeAlias = Annotated[float, Field(gt=0, le=3600, description="Time limit of the call in seconds.")]
 
 _READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
 _VERBS = {

@@ -191,7 +191,7 @@ def trace(
     "--diff",
     type=InputPath(),
     metavar="OTHER",
-    help="Instead: what changed at the peak from the recording OTHER to this one, on the lowest rank.",
+    help="Instead: changes at the peak from the recording OTHER to this one, on the lowest rank.",
 )
 @view_part_options(steps=False)
 @cluster_option
@@ -229,7 +229,7 @@ def memory(
 
 
 @analyze.command(
-    short_help="A whole run: command, trace, memory.",
+    short_help="Whole run: command, trace, memory.",
     examples=[
         "fsdp2prof analyze run runs/first",
         "fsdp2prof analyze run runs/first --fail-on 'exposed_frac>0.2'",
@@ -267,7 +267,7 @@ def run(
 
 
 @analyze.command(
-    short_help="A hung job: where each rank waits, and for which ranks.",
+    short_help="Hung job: where each rank waits, and for which ranks.",
     examples=["fsdp2prof analyze hang runs/first"],
 )
 @_path
@@ -286,7 +286,7 @@ def hang(path: Path, *, run: Path | None, output: Output) -> None:
 
 
 @analyze.command(
-    short_help="NCCL's own logs: speed of collectives, and why a group is slow.",
+    short_help="NCCL logs: speed of collectives, causes of slow groups.",
     examples=["fsdp2prof analyze nccl nccl.log --run runs/first"],
 )
 @_path

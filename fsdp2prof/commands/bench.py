@@ -12,7 +12,7 @@ from fsdp2prof.errors import UsageError
 @click.command(
     cls=Command,
     context_settings={"allow_interspersed_args": False},
-    short_help="Measure collectives, products, copies and the host's pace.",
+    short_help="Measure collectives, matrix products, copies and host dispatch.",
     examples=["fsdp2prof bench -o cluster.json -- torchrun --nproc-per-node 8"],
 )
 @CLUSTER.everyday(
@@ -20,7 +20,9 @@ from fsdp2prof.errors import UsageError
 )
 @MEASUREMENT("--seconds", type=click.FloatRange(min=1), default=120, help="Approximate duration in seconds.")
 @MEASUREMENT("--largest", default="1GiB", help="Payload of the largest collective.")
-@MEASUREMENT("--quick", is_flag=True, help="Small sizes only, for a trial of a few seconds.")
+@MEASUREMENT(
+    "--quick", is_flag=True, help="Small sizes only, to check in a few seconds that everything runs."
+)
 @output_options()
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- LAUNCHER...")
 def bench(

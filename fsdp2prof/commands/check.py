@@ -23,7 +23,7 @@ _fail_at = CONDITIONS.everyday(
     "--fail-at",
     type=click.Choice([*SEVERITIES, "never"]),
     default="high",
-    help="Least severity of a finding that gives exit code 3.",
+    help="Severity from which a finding gives exit code 3.",
 )
 
 
@@ -74,10 +74,15 @@ def run(run: Path, *, fail_at: str, output: Output) -> None:
 
 
 @check.command(
-    short_help="Sharded beside plain: every loss, gradient and parameter.",
+    short_help="Sharded against unsharded training: every loss, gradient and parameter.",
     examples=["fsdp2prof check parity --model train:model --batch train:batch --world-size 4"],
 )
-@MODEL.everyday("--model", required=True, metavar="PKG:FUNCTION", help="Gives the module, or (module, loss).")
+@MODEL.everyday(
+    "--model",
+    required=True,
+    metavar="PKG:FUNCTION",
+    help="Function that returns the module, or (module, loss).",
+)
 @MODEL.everyday(
     "--batch",
     required=True,
@@ -148,7 +153,7 @@ def parity(
 
 
 @check.command(
-    short_help="A recorded run: is the work of a step even over its ranks?",
+    short_help="A recorded run: is the work balanced between ranks?",
     examples=["fsdp2prof check balance runs/first"],
 )
 @click.argument("run", type=InputPath())
@@ -157,9 +162,9 @@ def parity(
     "--lengths",
     type=InputPath(),
     metavar="FILE",
-    help="Documents' lengths in tokens, in the order of training: adds padding and the ranks' tokens.",
+    help="Document lengths in tokens, in training order: adds padding and tokens per rank.",
 )
-@INPUT("--batch-size", type=click.IntRange(1), default=1, help="Documents of a micro-batch.")
+@INPUT("--batch-size", type=click.IntRange(1), default=1, help="Documents per micro-batch.")
 @INPUT(
     "--seq-len",
     type=click.IntRange(1),
@@ -211,7 +216,7 @@ def _sizes(mesh: str | None, world_size: int | None) -> dict[str, int]:
 
 
 @check.command(
-    short_help="Ranks that a launch command gives: can they train together?",
+    short_help="The ranks of a launch command: can they train together?",
     context_settings={"allow_interspersed_args": False},
     examples=["fsdp2prof check env -- torchrun --nproc-per-node 8"],
 )
@@ -222,14 +227,14 @@ def _sizes(mesh: str | None, world_size: int | None) -> dict[str, int]:
 @CLUSTER.everyday(
     "--hardware",
     shell_complete=complete_hardware,
-    help="Accelerator (h100-sxm), or a file that describes one, to judge the bandwidth by; within a node.",
+    help="Accelerator (h100-sxm), or a file that describes one, to compare the bandwidth within a node with.",
 )
 @OUTPUT(
     "--folder",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     default=Path(),
     show_default=False,
-    help="Where recordings will go, on a disk that all ranks see; by default the current one.",
+    help="Folder for recordings, on a disk that all ranks share; by default the current folder.",
 )
 @CLUSTER("--timeout", type=click.FloatRange(min=1), default=300.0, help="Time limit in seconds.")
 @output_options()

@@ -29,7 +29,7 @@ from fsdp2prof.commands.trace_options import cluster_option
 @OUTPUT.everyday(
     "--write-baseline",
     is_flag=True,
-    help="Instead of comparing, write the sums of B to A: a baseline to keep beside the code.",
+    help="Instead of comparing, write the sums of B to A: a baseline to commit with the code.",
 )
 @fail_on_option("comparison", "step_time_frac>0.05")
 @output_options()

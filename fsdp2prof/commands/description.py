@@ -64,7 +64,7 @@ _OPTIONS = (
     RUN(
         "--config",
         type=click.Path(path_type=Path, exists=True, dir_okay=False),
-        help="The same options as a YAML or TOML file; options on the command line win.",
+        help="The same options as a YAML or TOML file; command-line options take precedence.",
     ),
     RUN(
         "--from-run",
@@ -80,8 +80,8 @@ _OPTIONS = (
     *(_policy_option(name, declared) for name, declared in options_of(PolicySpec).items()),
 )
 _ANYWHERE = place_options(
-    "Accelerator (h100-sxm), a memory size (80GiB), a YAML or JSON file that describes one, or what "
-    "nccl-tests printed, a file or a folder."
+    "Accelerator (h100-sxm), a memory size (80GiB), a YAML or JSON file that describes one, or the "
+    "output of nccl-tests (a file or a folder)."
 )
 
 

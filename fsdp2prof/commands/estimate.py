@@ -125,13 +125,13 @@ def comm(described: Described, place: Place, weight_sync: str | None, output: Ou
 @CLUSTER(
     "--copy-engine-gathers",
     is_flag=True,
-    help="Copy engines, not kernels, gather parameters within a node: they slow no kernel.",
+    help="Parameters are gathered within a node by copy engines, which slow no kernel, instead of kernels.",
 )
 @CLUSTER(
     "--calibrate",
     type=click.Path(path_type=Path),
     metavar="RUN",
-    help="A recorded run of the same model: its measured times replace the model's where they apply.",
+    help="A recorded run of the same model, whose measured times replace modelled ones where they apply.",
 )
 @MODEL(
     "--execution-trace",
@@ -207,10 +207,10 @@ def checkpoint(described: Described, place: Place, bandwidth: str | None, output
     "--lengths",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     required=True,
-    help="File of the documents' lengths in tokens, one a line.",
+    help="File of document lengths in tokens, one per line.",
 )
-@BATCH.everyday("--seq-len", type=click.IntRange(1), required=True, help="Tokens of a sequence.")
-@BATCH("--batch-size", type=click.IntRange(1), default=1, help="Sequences of a batch.")
+@BATCH.everyday("--seq-len", type=click.IntRange(1), required=True, help="Tokens per sequence.")
+@BATCH("--batch-size", type=click.IntRange(1), default=1, help="Sequences per batch.")
 @output_options()
 def packing(lengths: Path, seq_len: int, batch_size: int, output: Output) -> None:
     """Estimate what padding costs: padded, to the longest in a batch, packed, and concatenated documents."""

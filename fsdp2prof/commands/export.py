@@ -130,12 +130,12 @@ def chakra(path: Path, *, choice: JobChoice, output: Output) -> None:
     if made.as_time and not output.quiet:
         say(
             f"{plural(made.as_time, 'collective')} of a process group that neither trace nor manifest "
-            "describes: written as time that passes, not as communication"
+            "describes: written as a duration, not as communication"
         )
 
 
 @export.command(
-    short_help="The main numbers as OpenMetrics text.", examples=["fsdp2prof export metrics runs/first"]
+    short_help="Main numbers as OpenMetrics text.", examples=["fsdp2prof export metrics runs/first"]
 )
 @_RUN
 @job_options

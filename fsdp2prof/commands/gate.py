@@ -83,7 +83,7 @@ def fail_on_option(of: Kind, example: str) -> Callable[[Callable[..., None]], Ca
         CONDITIONS(
             "--gate-markdown",
             type=path,
-            help="Append the conditions with their values to this file, for $GITHUB_STEP_SUMMARY.",
+            help="Append the conditions with their values to this file, for example $GITHUB_STEP_SUMMARY.",
         ),
         CONDITIONS("--gate-junit", type=path, help="Write the conditions to this file as JUnit XML."),
     )

@@ -26,7 +26,7 @@ def inspect() -> None:
 
 
 @inspect.command(
-    short_help="Ranks, coordinates and groups of a mesh; which cross nodes.",
+    short_help="Ranks, coordinates and groups of a mesh, and groups that cross nodes.",
     examples=["fsdp2prof inspect mesh dp_replicate=2,dp_shard=4,tp=2 --gpus-per-node 8"],
 )
 @click.argument("mesh")
@@ -91,7 +91,7 @@ _model_options = gathered(
 
 
 @inspect.command(
-    short_help="Which rank holds which rows of which parameter.",
+    short_help="Rows of each parameter on each rank.",
     examples=["fsdp2prof inspect sharding runs/first"],
 )
 @click.argument("run", type=click.Path(path_type=Path), required=False)
@@ -114,7 +114,7 @@ def sharding(run: Path | None, *, described: Described | None, output: Output) -
 
 
 @inspect.command(
-    short_help="What a distributed checkpoint holds, and whether a model fits it.",
+    short_help="Contents of a distributed checkpoint, compared with a model.",
     examples=["fsdp2prof inspect checkpoint step-1000 --model llama3-8b"],
 )
 @click.argument("folder", type=click.Path(path_type=Path))
@@ -151,7 +151,8 @@ def hardware(output: Output) -> None:
 
 
 @inspect.command(
-    short_help="The words that columns and keys hold.", examples=["fsdp2prof inspect categories"]
+    short_help="Categories, phases, operations and causes in columns and JSON values.",
+    examples=["fsdp2prof inspect categories"],
 )
 @output_options()
 def categories(output: Output) -> None:

@@ -150,8 +150,8 @@ MEASURED = RUN(
     "--measured",
     multiple=True,
     metavar="NAME=NUMBER|FILE",
-    help="What this run measured: tokens_per_s_per_gpu=5600, step_ms=, mfu= or peak_reserved_gib=; or a CSV "
-    "or YAML file of other runs, each with its options and one of these. The prediction is corrected.",
+    help="Measurement of this run: tokens_per_s_per_gpu=5600, step_ms=, mfu= or peak_reserved_gib=; or a CSV "
+    "or YAML file of other runs, each with its options and one of these. It corrects the prediction.",
 )
 
 

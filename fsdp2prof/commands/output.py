@@ -208,7 +208,7 @@ def output_options(
     ) -> Output:
         chosen = _choose_format(output_path, output_format, formats, beside=beside)
         if chosen != "csv":
-            refuse_given("--table", because="it chooses the table of CSV output; add --format csv")
+            refuse_given("--table", because="it selects the table of CSV output; add --format csv")
         if chosen != "text":
             refuse_given("--verbose", because=f"{chosen} output leaves nothing out")
         if chosen not in _SHORT:
@@ -265,14 +265,14 @@ def _options(formats: Sequence[str], *, beside: bool) -> list[Callable[[Any], An
     where = "Write to this file" + ("; by default one beside RUN." if beside else " instead of stdout.")
     options = [OUTPUT.everyday("-o", "--output", "output_path", type=path, help=where)]
     if len(formats) > 1:
-        text = f"Output format; else the extension of -o decides, else {formats[0]}."
+        text = f"Output format; by default that of the extension of -o, otherwise {formats[0]}."
         options.append(OUTPUT.everyday("--format", "output_format", type=click.Choice(formats), help=text))
     if "text" in formats:
         text = "Show every rank, step, layer and setting; fold nothing."
         options.append(OUTPUT("-v", "--verbose", "output_verbose", is_flag=True, help=text))
-        text = "Text or Markdown with every section, instead of one screen."
+        text = "Print every section of the text or Markdown, instead of one screen."
         options.append(OUTPUT("--full", "output_full", is_flag=True, help=text))
-        text = "One section of the text or Markdown; a wrong name lists them."
+        text = "Print one section of the text or Markdown; a wrong name lists them."
         options.append(OUTPUT("--section", "output_section", metavar="NAME", help=text))
     if "text" in formats or "csv" in formats:
         text = "Sort tables that have this column by it: exposed_ns, layer:asc, ...; a wrong name lists them."
@@ -280,7 +280,7 @@ def _options(formats: Sequence[str], *, beside: bool) -> list[Callable[[Any], An
         rows = click.IntRange(min=1)
         options.append(OUTPUT("--top", "output_top", type=rows, metavar="N", help="Rows of a table."))
     if "csv" in formats:
-        text = "Which table CSV output holds, instead of the first; a wrong name lists them."
+        text = "Table to write as CSV, instead of the first; a wrong name lists them."
         options.append(OUTPUT("--table", "output_table", metavar="NAME", help=text))
     return [
         *options,

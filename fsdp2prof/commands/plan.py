@@ -26,7 +26,7 @@ _SELDOM = frozenset(("mesh", "batch_size", "grad_accum", "optimizer", "loss", "c
 
 @click.command(
     cls=Command,
-    short_help="The best mesh, batch and policy of a training, and why the others lost.",
+    short_help="Find the best mesh, batch and policy for a training, and explain why others lost.",
     examples=[
         "fsdp2prof plan --model llama3-8b --gpus 64 --hardware h100-sxm --global-batch 256 --seq-len 8192"
     ],
@@ -34,12 +34,14 @@ _SELDOM = frozenset(("mesh", "batch_size", "grad_accum", "optimizer", "loss", "c
 @described_options(
     seldom=_SELDOM | {name for name, option in options_of(PolicySpec).items() if option.planned},
     place=place_options(
-        "Accelerator (h100-sxm), a YAML or JSON file that describes one, or what nccl-tests printed.",
+        "Accelerator (h100-sxm), a YAML or JSON file that describes one, or the output of nccl-tests.",
         required=True,
         network="Network between the nodes.  [400gb-ib with several nodes]",
     ),
 )
-@BATCH.everyday("--global-batch", type=click.IntRange(1), help="Sequences of one optimizer step, all ranks.")
+@BATCH.everyday(
+    "--global-batch", type=click.IntRange(1), help="Sequences per optimizer step, over all ranks."
+)
 @MEASURED
 @SEARCH.everyday(
     "--fix",
@@ -57,7 +59,7 @@ _SELDOM = frozenset(("mesh", "batch_size", "grad_accum", "optimizer", "loss", "c
     "--objective",
     type=click.Choice(["tokens", "cost", "memory"]),
     default="tokens",
-    help="Most tokens per second, fewest GPU-hours a token, or least memory.",
+    help="Most tokens per second, fewest GPU-hours per token, or least memory.",
 )
 @SEARCH.everyday(
     "--max", "most", type=click.Choice(["batch-size", "seq-len"]), help="Find the largest that fits."
@@ -66,9 +68,11 @@ _SELDOM = frozenset(("mesh", "batch_size", "grad_accum", "optimizer", "loss", "c
 @COST("--tokens", metavar="N", help="Tokens of the whole training (15T, 300B): adds its GPU-hours.")
 @COST("--budget", type=float, help="GPU-hours available: adds how many tokens they train.")
 @SEARCH(
-    "--refine", is_flag=True, help="Try prefetching, precision and compilation on the winner, by the engine."
+    "--refine",
+    is_flag=True,
+    help="Also run prefetching, precision and compilation of the winner through the engine.",
 )
-@SEARCH("--no-cache", is_flag=True, help="Repeat the executions of earlier plans.")
+@SEARCH("--no-cache", is_flag=True, help="Ignore the cached executions of earlier plans.")
 @output_options()
 def plan(
     described: Described,

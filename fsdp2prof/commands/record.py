@@ -40,13 +40,13 @@ _WIDTH = 100
     "--best",
     type=click.IntRange(1, 16),
     default=3,
-    help="Without --set: how many of the changes that whatif predicts a gain for.",
+    help="Without --set: number of candidates to take from the changes with a predicted gain.",
 )
 @RUN.everyday(
     "--steps",
     type=click.IntRange(8),
     default=240,
-    help="Training steps to alternate settings in, at most; fewer where the best is clear.",
+    help="Maximum number of steps with alternating settings; fewer if the best is clear.",
 )
 @RUN.everyday("--seed", type=int, default=0, help="Seed of the order of the blocks.")
 @RUN.everyday("--changes-results", is_flag=True, help="Allow candidates that change results: sync=last.")
@@ -120,7 +120,7 @@ def _say_result(path: Path) -> None:
     "--node-rank",
     type=click.IntRange(min=0),
     default=0,
-    help="Number of this node, where every node of a run records into the same run directory.",
+    help="Rank of this node, if every node of a run records into the same run directory.",
 )
 @RUN(
     "--try",

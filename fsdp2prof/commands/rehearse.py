@@ -18,14 +18,16 @@ from fsdp2prof.manifest import RecordOptions, Rehearsal
     context_settings={"allow_interspersed_args": False},
     examples=["fsdp2prof rehearse --world-size 512 -o runs/r512 -- torchrun --nproc-per-node 8 train.py"],
 )
-@CLUSTER.everyday("--world-size", type=click.IntRange(min=1), required=True, help="Ranks of the world.")
+@CLUSTER.everyday("--world-size", type=click.IntRange(min=1), required=True, help="World size.")
 @CLUSTER.everyday("--rank", type=click.IntRange(min=0), default=0, help="Rank of this process.")
 @CLUSTER(
     "--local-world-size",
     type=click.IntRange(min=1),
     help="Ranks per node that the script sees; by default torchrun's --nproc-per-node, else 1.",
 )
-@CLUSTER("--meta", is_flag=True, help="Tensors without data, for models that do not fit on this machine.")
+@CLUSTER(
+    "--meta", is_flag=True, help="Run on tensors without data, for models that do not fit on this machine."
+)
 @run_directory_options
 @recording_options(without=["ranks"])
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")

@@ -44,13 +44,13 @@ _OPTIONS = (
         "--tokens-per-step",
         "tokens",
         type=click.IntRange(min=1),
-        help="Tokens of a step, all ranks together: adds tokens/s.",
+        help="Tokens per step over all ranks: adds tokens/s.",
     ),
     ANALYSIS.everyday(
         "--hardware",
         metavar="NAME",
         shell_complete=complete_hardware,
-        help="The accelerator, for example h100-sxm: adds MFU and bandwidth against its peak.",
+        help="Accelerator, for example h100-sxm: adds MFU and bandwidth relative to its peak.",
     ),
     ANALYSIS(
         "--threshold",
@@ -64,7 +64,7 @@ _OPTIONS = (
         "--jobs",
         "workers",
         type=click.IntRange(min=1),
-        help="Processes that share the ranks; by default chosen by size.",
+        help="Processes that share the ranks; by default chosen by input size.",
     ),
 )
 

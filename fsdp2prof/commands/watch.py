@@ -29,12 +29,12 @@ _TENSORBOARD = "tensorboard"
     "--window",
     type=click.IntRange(min=1, max=100_000),
     default=50,
-    help="Number of latest steps that the medians cover.",
+    help="Number of last steps for the medians.",
 )
 @SHOWN_PART(
     "--tokens-per-step",
     type=click.IntRange(min=1),
-    help="Tokens of a step, all ranks together: adds tokens per second.",
+    help="Tokens per step over all ranks: adds tokens per second.",
 )
 @SHOWN_PART(
     "--follow/--once",
@@ -47,13 +47,13 @@ _TENSORBOARD = "tensorboard"
     "metrics",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Keep the numbers in a file that a node exporter reads, as OpenMetrics text.",
+    help="Write the numbers to a file as OpenMetrics text, for a node exporter.",
 )
 @OUTPUT(
     "--log",
     "tracker",
     type=click.Choice(TRACKERS),
-    help="Log the numbers of each view to a tracker, by step; tensorboard's go into RUN/tensorboard.",
+    help="Log the numbers of each view to a tracker, by step; tensorboard logs go to RUN/tensorboard.",
 )
 @output_options()
 def watch(
@@ -71,7 +71,7 @@ def watch(
     from fsdp2prof.workflows.watch import watch_run
 
     if follow and output.path is not None:
-        raise UsageError("--follow shows one view after the other: leave out -o, or ask --once")
+        raise UsageError("--follow shows one view after another: leave out -o, or use --once")
     follows = output.to_terminal and output.format == "text" if follow is None else follow
     with ExitStack() as opened:
         log: Log | None = None
@@ -118,7 +118,7 @@ def _show(seen: WatchedRun, metrics: Path | None, log: Log | None, output: Outpu
     "--wait",
     type=click.FloatRange(min=0),
     default=30.0,
-    help="Seconds to wait until the job says which steps it will record.",
+    help="Seconds to wait for the job to announce the steps it will record.",
 )
 def trigger(run: Path, wait: float) -> int:
     """Ask the job that `fsdp2prof record --on-demand -o RUN` runs for a recording: the same steps of every
@@ -128,7 +128,7 @@ def trigger(run: Path, wait: float) -> int:
 
     plan = ask_and_wait(run, wait)
     if plan is None:
-        say(f"fsdp2prof: asked; no answer in {wait:g} s: a recording or a long step is running")
+        say(f"fsdp2prof: requested; no answer within {wait:g} s: a recording or a long step is running")
         return 1
     click.echo(f"{run / recording_folder(plan.number)}: every rank, from step {plan.step}")
     return 0

@@ -35,7 +35,7 @@ from fsdp2prof.commands.output import Output, output_options
     "settings",
     multiple=True,
     metavar="NAME=VALUE",
-    help="A change; several are made together: reshard=never|default|always, sync=last, "
+    help="A change; several are combined: reshard=never|default|always, sync=last, "
     "forward_prefetch=N, backward_prefetch=N, reduce_dtype=bfloat16, separate_reduce_scatter_group=yes, "
     "wrap=blocks, bandwidth=2x, compute=1.2x, mesh=dp_replicate=2,dp_shard=8.",
 )
@@ -51,7 +51,7 @@ from fsdp2prof.commands.output import Output, output_options
     metavar="FILE",
     type=click.Path(path_type=Path),
     help="For another mesh: a CSV or YAML file of measured runs, each with model, mesh, options and step_ms, "
-    "tokens_per_s_per_gpu or mfu. The cluster's speeds are corrected by them.",
+    "tokens_per_s_per_gpu or mfu. They correct the cluster's speeds.",
 )
 @job_options
 @numbers_option("--steps", "Traced steps to replay")
@@ -76,7 +76,7 @@ def whatif(
         because = "the cluster matters only for another mesh (--set mesh=...)"
         refuse_given("--hardware", *IN_A_NODE, "--measured", because=because)
     elif place.hardware is None:
-        because = "without --hardware the run is taken to be on CPUs"
+        because = "without --hardware the run is assumed to be on CPUs"
         refuse_given(*IN_A_NODE, "--measured", because=because)
     with output.progress(f"replaying {path}"):
         from fsdp2prof.workflows.whatif import what_if

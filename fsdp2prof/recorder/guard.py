@@ -277,10 +277,10 @@ class Guard:
         if isinstance(error, OSError) and self._file is not None and not self._file.parents[1].is_dir():
             if not self._is_removed:
                 self._is_removed = True
-                line = "the run directory was removed: nothing more is recorded, the training goes on"
+                line = "the run directory was removed: recording stops, the training continues"
                 self.say(f"rank {rank}: {line}")
             return
-        self.say(f"rank {rank}: {message}; it is off, the training goes on")
+        self.say(f"rank {rank}: {message}; it is switched off, the training continues")
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         text = f"{message}\n{trace}\n"
         if self._keep is not None and self._file is not None:

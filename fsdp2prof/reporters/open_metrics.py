@@ -105,12 +105,12 @@ def _watched(run: WatchedRun) -> Iterator[Metric]:
     )
     yield _gauge(
         "watched_peak_bytes",
-        "Most memory so far: reserved on a GPU, resident on a CPU",
+        "Peak memory so far: reserved on a GPU, resident on a CPU",
         of_ranks(lambda rank: rank.peak_bytes),
     )
     yield _gauge(
         "watched_allocator_retries",
-        "Times the allocator freed its cache to go on",
+        "Times the allocator freed its cache and retried",
         of_ranks(lambda rank: rank.retries),
     )
     if run.tokens_per_s is not None:

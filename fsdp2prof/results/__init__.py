@@ -1,11 +1,11 @@
-"""What analyses return: frozen dataclasses whose fields are the JSON contract.
+"""Results of analyses: frozen dataclasses whose fields are the JSON contract.
 
 Encoding one of these with ``msgspec.json.encode`` gives the documented JSON. Keys may be added, never
-renamed; ``tests/golden`` freezes them. Times are nanoseconds, sizes bytes, rates bytes per second, fractions
-0..1; ``None`` means unknown or undefined, never zero.
+renamed; ``tests/golden`` freezes them. Times are nanoseconds, sizes bytes, rates bytes per second,
+fractions 0..1; ``None`` means unknown or undefined, never zero.
 
-Import a result from the module that defines it. ``from fsdp2prof.results import TraceAnalysis`` also works,
-for programs outside this package: the name is looked up when it is asked for.
+Import a result from the module that defines it. For programs outside this package, ``from
+fsdp2prof.results import TraceAnalysis`` also works: names are looked up on first use.
 """
 
 from __future__ import annotations

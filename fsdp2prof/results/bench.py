@@ -1,4 +1,4 @@
-"""Result of ``bench``: how fast a cluster's links, devices and hosts are."""
+"""Result of ``bench``: measured rates of a cluster's links, devices and hosts."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from fsdp2prof.results.shown import Shown
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchCollective:
-    """One collective of one size."""
+    """Measured times of one collective at one size."""
 
     op: str
     mesh_dim: str
     ranks: int
     payload_bytes: int
-    """all-gather: whole output; reduce-scatter: whole input; all-reduce: the tensor."""
+    """Payload: all-gather, whole output; reduce-scatter, whole input; all-reduce, the tensor."""
     count: int
     median_ns: float
     lower_quartile_ns: float
     upper_quartile_ns: float
     busbw_bytes_per_s: float
-    """Bus bandwidth of the median time, as nccl-tests defines it."""
+    """Bus bandwidth at the median time, as nccl-tests defines it."""
     fitted_ns: float
-    """Time by the group's fit."""
+    """Time predicted by the group's fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchFit:
-    """A collective's time in one group as ``latency + wire bytes / bandwidth``."""
+    """Fit of a collective's time in one group: ``latency + wire bytes / bandwidth``."""
 
     op: str
     mesh_dim: str
     ranks: int
     latency_ns: float
     busbw_bytes_per_s: float | None
-    """Bus bandwidth of the fit; null where larger sizes took no longer."""
+    """Bus bandwidth of the fit; null if larger sizes took no longer."""
     residual_frac: float
-    """Median of the sizes' relative errors."""
+    """Median relative error over the sizes."""
     worst_residual_frac: float
     half_payload_bytes: int | None
-    """Payload at which latency is half of the time; below it a collective is latency-bound."""
+    """Payload at which latency is half of the time; smaller collectives are latency-bound."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchRate:
-    """Work of one kind and size on one device."""
+    """Measured rate of one kind and size of work on one device."""
 
     kind: str
     dtype: str
@@ -55,12 +55,12 @@ class BenchRate:
     lower_quartile_ns: float
     upper_quartile_ns: float
     per_s: float
-    """Operations, bytes or operators a second, by the median."""
+    """Operations, bytes or operators per second, at the median time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredPart:
-    """The figures by which ``estimate step`` knows this machine; the keys of a hardware file."""
+    """Figures of this machine for ``estimate step``; the keys of a hardware file."""
 
     memory_mib: float
     achieved_memory_gb_per_s: float
@@ -72,9 +72,9 @@ class MeasuredPart:
     host_operator_ns: int
     overlap_slowdown_frac: float | None
     on_host: bool
-    """Whether operators run on the host itself and collectives block it: a CPU."""
+    """Whether operators run on the host and collectives block it: a CPU."""
     collectives: dict[str, dict[str, list[list[int]]]]
-    """Operation -> ranks of one node -> (payload in bytes, nanoseconds), ascending."""
+    """Operation -> ranks within a node -> (payload in bytes, nanoseconds), ascending."""
     source: str
 
 
@@ -96,7 +96,7 @@ class BenchResult(Shown):
     fits: list[BenchFit]
     rates: list[BenchRate]
     overlap_slowdown_frac: float | None
-    """Fraction by which products take longer beside an all-gather; null where it was not measured."""
+    """Fraction by which matrix products take longer beside an all-gather; null if not measured."""
     accelerators: dict[str, MeasuredPart]
-    """The measured accelerator by name: the part that ``--hardware`` reads."""
+    """The measured accelerator by name, as read by ``--hardware``."""
     notes: list[str]

@@ -1,4 +1,4 @@
-"""Results of ``inspect models|hardware|categories``: what the tool knows by name."""
+"""Results of ``inspect models|hardware|categories``: the built-in names."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class ModelCatalog(Shown):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CatalogAccelerator:
-    """Figures of an accelerator; null where none is published."""
+    """Figures of an accelerator; null if unpublished."""
 
     name: str
     aliases: list[str]
     memory_bytes: int
     memory_bytes_per_s: int | None
     link_bytes_per_s: int | None
-    """Bandwidth to peers inside a node, one direction."""
+    """Bandwidth to peers within a node, in one direction."""
     flops: dict[str, int]
     """Torch dtype -> peak operations per second."""
     achieved: bool
-    """Whether what large matrix products reach was published; else a share of the peak is assumed."""
+    """Whether the rate of large matrix products is published; otherwise a share of the peak is assumed."""
     source: str
 
 
@@ -56,7 +56,7 @@ class CatalogNetwork:
 
     name: str
     bytes_per_s: int
-    """Line rate of one NIC, one direction."""
+    """Line rate of one NIC, in one direction."""
     achieved_frac: float
     source: str
 
@@ -72,17 +72,17 @@ class HardwareCatalog(Shown):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CatalogWord:
-    """A word that a column or key may hold."""
+    """A value of a column or key."""
 
     concept: str
     word: str
     label: str
-    """For people."""
+    """Label for the value in text output."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CategoryCatalog(Shown):
-    """The words of the toolkit, by concept."""
+    """All values of columns and keys, by concept."""
 
     schema: str = "fsdp2prof.inspect.categories/1"
     words: list[CatalogWord]

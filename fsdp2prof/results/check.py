@@ -1,4 +1,4 @@
-"""Results of ``check``: of a run, ``balance``, ``parity`` and ``env``."""
+"""Results of ``check run``, ``check balance``, ``check parity`` and ``check env``."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from fsdp2prof.results.shown import Shown
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParityRow:
-    """One tensor of one step, on the rank where it differs most."""
+    """Comparison of one tensor in one step, on the rank where it differs most."""
 
     step: int
-    """Step number; -1 is before the first."""
+    """Step number; -1 is before the first step."""
     kind: str
-    """``batch``, ``loss``, ``gradient`` or ``parameter``; in the order in which a step makes them."""
+    """``batch``, ``loss``, ``gradient`` or ``parameter``, in the order of a step."""
     name: str
     rank: int
     dtype: str
-    """The lowest precision that it passed through, which sets the tolerance."""
+    """Lowest precision in the tensor's computation, which sets the tolerance."""
     error: float | None
-    """Norm of the difference; null where one side has no such tensor, or it is not finite."""
+    """Norm of the difference; null if the tensor is missing on one side or is not finite."""
     norm: float | None
-    """Norm of the plain tensor; null where it has none."""
+    """Norm of the unsharded tensor; null if it is missing."""
     relative_error: float | None
-    """Error over the norm, or over a small part of that of all tensors of its kind where that is more."""
+    """Error relative to the norm, or to a small part of the norm of all tensors of its kind, whichever is
+    larger."""
     ratio: float | None
-    """By how much the plain one would have to be multiplied to come closest."""
+    """Factor by which the unsharded tensor comes closest to the sharded one."""
     tolerance: float
-    """Largest relative error taken for rounding."""
+    """Largest relative error that rounding explains."""
     state: str
-    """``equal``, ``close``, ``differs`` or ``missing`` (one side has it alone)."""
+    """``equal``, ``close``, ``differs`` or ``missing`` (exists on one side only)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,20 +42,20 @@ class ParityStep:
 
     step: int
     plain_loss: float | None
-    """Mean over ranks and micro-batches; null where not finite."""
+    """Mean loss over ranks and micro-batches; null if not finite."""
     sharded_loss: float | None
     worst_gradient: str | None
     worst_gradient_error: float | None
-    """Relative."""
+    """Largest relative error of a gradient."""
     worst_parameter: str | None
     worst_parameter_error: float | None
     differing: int
-    """Tensors that differ or are missing."""
+    """Number of tensors that differ or are missing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParityCheck(Shown):
-    """Whether a model trains under ``fully_shard`` as it does alone."""
+    """Comparison of a model's training under ``fully_shard`` with unsharded training."""
 
     schema: str = "fsdp2prof.check.parity/1"
     passed: bool
@@ -64,11 +65,11 @@ class ParityCheck(Shown):
     world_size: int
     micro_batches: int
     tolerances: dict[str, float]
-    """Dtype -> relative error that is still taken for rounding."""
+    """Dtype -> relative error that rounding explains."""
     first: ParityRow | None
-    """The first tensor that differs; null where none does."""
+    """First tensor that differs; null if none does."""
     hint: str | None
-    """What commonly makes such a difference."""
+    """Common cause of such a difference; null if there are several."""
     steps: list[ParityStep]
     rows: list[ParityRow]
     warnings: list[str]
@@ -76,15 +77,15 @@ class ParityCheck(Shown):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckRow:
-    """One thing that was checked."""
+    """One check of a run or environment."""
 
     name: str
     state: str
-    """``ok``, ``failed``, or ``unknown`` where the run does not say."""
+    """``ok``, ``failed``, or ``unknown`` if the run lacks the data."""
     checked: int
-    """Ranks, groups, parameters or variables that it was checked for."""
+    """Number of ranks, groups, parameters or variables checked."""
     said: str
-    """What was found, in a sentence."""
+    """Outcome in a sentence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,39 +93,40 @@ class UnshardedRow:
     """A tensor that every rank holds whole."""
 
     kind: str
-    """``parameter`` or ``buffer`` of a root module, ``optimizer`` for what an optimizer alone holds."""
+    """``parameter`` or ``buffer`` of a root module, or ``optimizer`` for a tensor that only an optimizer
+    holds."""
     root: int
     fqn: str
     dtype: str
     shape: list[int]
     bytes: int
     excess_bytes: int
-    """Bytes of each rank that sharding it like the rest would save."""
+    """Bytes per rank that sharding the tensor would save."""
     requires_grad: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunCheck(Shown):
-    """Whether a run is sharded as its mesh says, and known mistakes in its setup."""
+    """Whether a run is sharded as its mesh requires, and known mistakes in its setup."""
 
     schema: str = "fsdp2prof.check/1"
     passed: bool
-    """Whether nothing of severity ``high`` was found."""
+    """Whether there is no finding of severity ``high``."""
     verdict: list[str]
     world_size: int
     ranks: list[int]
-    """Ranks that left a manifest with parameter groups."""
+    """Ranks whose manifest has parameter groups."""
     checks: list[CheckRow]
     findings: list[Finding]
-    """Findings, the most severe first."""
+    """Findings, most severe first."""
     unsharded: list[UnshardedRow]
-    """Tensors of the lowest rank that are not sharded, the largest first."""
+    """Unsharded tensors of the lowest rank, largest first."""
     warnings: list[str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbedRank:
-    """One rank."""
+    """One rank of a probed environment."""
 
     rank: int
     local_rank: int
@@ -142,32 +144,32 @@ class ProbedRank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbedGather:
-    """All-gathers of one size over all ranks; of the slowest rank."""
+    """All-gathers of one size over all ranks; times of the slowest rank."""
 
     payload_bytes: int
     median_ns: int
     bus_bytes_per_s: int
-    """As nccl-tests defines it: (n-1)/n of the payload, over the time."""
+    """Bus bandwidth as nccl-tests defines it: (n-1)/n of the payload over the time."""
     expected_bytes_per_s: int | None
-    """Usual busbw of large all-gathers on the named hardware; null without hardware."""
+    """Usual bus bandwidth of large all-gathers on the named hardware; null without hardware."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbedTransport:
-    """Transport that NCCL uses between two nodes, or between the ranks of one."""
+    """Transport that NCCL uses between two nodes, or between ranks of one node."""
 
     source: str
     target: str
-    """Hosts."""
+    """Host of the other rank."""
     transport: str
     """Transport as NCCL names it: ``P2P/CUMEM``, ``NET/IB/0/GDRDMA``, ``SHM``."""
     pairs: int
-    """Pairs of ranks and channels."""
+    """Number of pairs of ranks and channels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentCheck(Shown):
-    """Whether a launch command gives ranks that can train together."""
+    """Whether the ranks of a launch command can train together."""
 
     schema: str = "fsdp2prof.check.env/1"
     passed: bool
@@ -182,21 +184,21 @@ class EnvironmentCheck(Shown):
     ranks: list[ProbedRank]
     gathers: list[ProbedGather]
     transports: list[ProbedTransport]
-    """Transports; empty without NCCL."""
+    """Transports by pair of nodes; empty without NCCL."""
     warnings: list[str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalancedRank:
-    """One rank's mean over the steps that all ranks have."""
+    """Mean of one rank over the steps that all ranks have."""
 
     rank: int
     busy_ns: float
-    """What of a step is not waiting for communication: this rank's own work."""
+    """Step time without waiting for communication: the rank's own work."""
     behind_ns: float
-    """``busy_ns`` more than the mean of the ranks; negative is less."""
+    """``busy_ns`` minus the mean of the ranks."""
     slowest_steps: int
-    """Steps in which no rank had more work."""
+    """Number of steps in which no rank had more work."""
     tokens: float | None
     """Tokens of this rank's documents per step; null without lengths."""
     computed_tokens: float | None
@@ -213,65 +215,66 @@ class BalancedStep:
     mean_busy_ns: float
     max_busy_ns: int
     lost_ns: float
-    """``max_busy_ns`` less ``mean_busy_ns``: what the step would gain at most if all had the same work."""
+    """``max_busy_ns`` minus ``mean_busy_ns``: the most that perfect balance could gain."""
     slowest_rank: int
     mean_tokens: float | None
-    """Mean tokens that a rank computes, padding included; null where the lengths do not reach."""
+    """Mean tokens computed by a rank, padding included; null if the lengths do not cover the step."""
     max_tokens: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBalance:
-    """What the lengths of the documents say of the steps."""
+    """Statistics of the document lengths over the measured steps."""
 
     documents: int
-    """Documents in the file."""
+    """Number of documents in the file."""
     steps: int
-    """Measured steps that the file covers."""
+    """Number of measured steps that the file covers."""
     tokens: int
-    """Tokens of these steps' documents, all ranks together."""
+    """Tokens of these steps' documents over all ranks."""
     computed_tokens: int
-    """Tokens of these steps including padding, all ranks together."""
+    """Tokens of these steps over all ranks, padding included."""
     padding_frac: float
-    """Padding as a part of the computed tokens."""
+    """Padding as a fraction of the computed tokens."""
     padding_ns: float
-    """Mean time of a step that padding costs if work grows with the tokens: the most that packing gains."""
+    """Mean time of a step that padding costs if work is proportional to tokens: the most that packing
+    gains."""
     imbalance_frac: float
-    """Mean over the steps of the most tokens that a rank computes over the mean of the ranks, less 1."""
+    """Mean over the steps of (most tokens of a rank / mean tokens of the ranks) - 1."""
     explained_frac: float | None
-    """Part of the variance of busy time between the ranks of a step that goes with their tokens (r squared);
-    null where either does not vary."""
+    """Fraction of the variance of busy time between ranks of a step that tokens explain (r squared); null
+    if either does not vary."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceCheck(Shown):
-    """How evenly the work lies on the ranks of a recorded run."""
+    """Balance of work between the ranks of a recorded run."""
 
     schema: str = "fsdp2prof.check.balance/1"
     passed: bool
-    """Whether nothing of severity ``high`` was found."""
+    """Whether there is no finding of severity ``high``."""
     verdict: list[str]
     path: str
     measured_on: Literal["watched", "traced"]
-    """Every step's lines (``record --watch``), or the traced steps."""
+    """Source of the steps: ``watched`` (``record --watch``) or ``traced``."""
     step_ns: float
-    """Mean."""
+    """Mean step time over ranks and steps."""
     busy_ns: float
-    """Mean over ranks and steps."""
+    """Own work without waiting, mean over ranks and steps."""
     lost_ns: float
-    """Mean over the steps of what the slowest rank has more to do than the mean."""
+    """Mean over the steps of the slowest rank's work minus the mean work of the ranks."""
     lost_frac: float
-    """``lost_ns`` over ``step_ns``."""
+    """``lost_ns`` as a fraction of ``step_ns``."""
     constant_ns: float
-    """Part of ``lost_ns`` that one rank has more in the mean of all steps."""
+    """Part of ``lost_ns`` that a single rank causes on average over all steps."""
     varying_ns: float
-    """Part of ``lost_ns`` that remains: the slowest rank changes from step to step."""
+    """Rest of ``lost_ns``: the slowest rank changes from step to step."""
     tokens: TokenBalance | None
-    """Tokens by the file of lengths; null without one."""
+    """Tokens by the file of lengths; null without a file."""
     findings: list[Finding]
     ranks: list[BalancedRank]
-    """Ranks, those with the most work first."""
+    """Ranks, most work first."""
     steps: list[BalancedStep]
-    """In order."""
+    """Measured steps in order."""
     assumptions: list[str]
     warnings: list[str]

@@ -1,6 +1,4 @@
-"""Collectives of a trace: by layer, in time or late, their rates, what could not be placed, and ranks
-matched.
-"""
+"""Collectives of a trace: by layer, by punctuality, rates, attribution, and matches across ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ class Communication:
     """A rank's communication over the analysed window."""
 
     total_ns: int
-    """Union of the rank's collectives, not a sum."""
+    """Communication time: union of the rank's collectives, not a sum."""
     exposed_ns: int
     overlap_frac: float | None
     """Overlap: 1 - exposed / total; null where there is no communication."""
@@ -21,7 +19,7 @@ class Communication:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRow:
-    """Collectives of one (rank, step, fqn, phase, op, process group, dtype), summed."""
+    """Sums over the collectives of one (rank, step, fqn, phase, op, process group, dtype)."""
 
     rank: int
     step: int
@@ -46,19 +44,21 @@ class GroupRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerRow:
-    """Collectives of one layer, phase, op, group and dtype: means per rank and step, bytes and counts too.
+    """Collectives of one layer, phase, op, group and dtype: means per rank and step, including bytes and
+    counts.
 
-    Of repeated layers folded into one row, sums over them.
+    Sums over repeated layers that are folded into one row.
     """
 
     fqn: str | None
-    """FSDP module, ``layers.0-31`` for folded ones; the empty string is the root, null is unattributed."""
+    """FSDP module, or ``layers.0-31`` for folded layers; the empty string is the root, null is
+    unattributed."""
     layers: int
-    """Layers folded into this row."""
+    """Number of layers folded into this row."""
     phase: str
     op: str
     group: str | None
-    """Mesh dimension, or the process group's name where no mesh is known."""
+    """Mesh dimension, or the process group's name if the mesh is unknown."""
     dtype: str | None
     count: float
     payload_bytes: float | None
@@ -68,9 +68,9 @@ class LayerRow:
     stall_ns: float | None
     overlap_frac: float | None
     busbw_bytes_per_s: float | None
-    """Bus bandwidth: wire bytes over the time they took."""
+    """Bus bandwidth: wire bytes over duration."""
     steps: list[int] = field(default_factory=list)
-    """The steps of one kind that the row is a mean of; empty: of all steps."""
+    """Steps of one kind that the means cover; empty: all steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,14 +85,14 @@ class LayerTotal:
 
 
 LateCause = Literal["launch", "communicator", "stream", "transfer", "peer", "transfer_or_peer"]
-"""Why a collective came late: it began too late to hide; it queued behind another one of its process group,
-or behind other work of its stream; its transfer was slower than the median of its kind; a peer came late; one
-of the last two, which the trace of one rank alone does not tell."""
+"""Reason for a late collective: launched too late; queued behind another collective of its process group,
+or behind other work of its stream; a transfer slower than the median of its kind; a late peer; or one of
+the last two, which one rank's trace cannot distinguish."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefetchRow:
-    """One collective that the compute stream waits for: was it there in time?"""
+    """One collective that the compute stream waits for, and whether it finished in time."""
 
     rank: int
     step: int
@@ -101,15 +101,15 @@ class PrefetchRow:
     op: str
     process_group: str | None
     issued_before_ns: int
-    """From its launch to when it was needed; negative if it was needed before it was launched."""
+    """Time from its launch until it was needed; negative if it was needed before its launch."""
     finished_before_ns: int
-    """From its end to when it was needed; negative if it came late."""
+    """Time from its end until it was needed; negative if it was late."""
     stall_ns: int
-    """How long the compute stream waited for it."""
+    """Time that the compute stream waited for it."""
     late_ns: dict[LateCause, int]
-    """The stall by cause; the parts sum to it."""
+    """Stall by cause; the parts sum to the stall."""
     cause: LateCause | None
-    """The largest cause; null if the collective was in time."""
+    """Largest cause of the stall; null if the collective was in time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,26 +117,27 @@ class LateRow:
     """Collectives of one layer, phase and op that were late for one main cause, or in time."""
 
     fqn: str | None
-    """FSDP module, ``layers.0-31`` for folded ones; the empty string is the root, null is unattributed."""
+    """FSDP module, or ``layers.0-31`` for folded layers; the empty string is the root, null is
+    unattributed."""
     layers: int
-    """Layers folded into this row."""
+    """Number of layers folded into this row."""
     phase: str
     op: str
     cause: LateCause | None
-    """Main cause of the lateness; null where they were in time."""
+    """Main cause of the delay; null if the collectives were in time."""
     count: float
-    """Collectives, mean per rank and step."""
+    """Number of collectives, mean per rank and step."""
     issued_before_ns: float
     """Median."""
     finished_before_ns: float
-    """Median of when they ended, relative to when they were needed; negative: late."""
+    """Median time from their end until they were needed; negative is late."""
     stall_ns: float
     """Stall, mean per rank and step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BandwidthRow:
-    """Rates of all collectives of one (op, process group, dtype, payload), over steps and ranks."""
+    """Rates of all collectives of one (op, process group, dtype, payload) over steps and ranks."""
 
     op: str
     process_group: str | None
@@ -148,25 +149,24 @@ class BandwidthRow:
     algbw_bytes_per_s: float
     """Algorithm bandwidth: median of payload over duration."""
     busbw_bytes_per_s: float | None
-    """Bus bandwidth: median of wire bytes over transfer, without the wait for the last rank where ranks were
+    """Bus bandwidth: median of wire bytes over transfer; excludes the wait for the last rank if ranks were
     compared."""
     best_busbw_bytes_per_s: float | None
     """Best bus bandwidth of a single collective of this row."""
     of_best_frac: float | None
-    """The median over the best busbw of this op in this process group, at any size; null where waits are
-    not known."""
+    """Median busbw as a fraction of the best busbw of this op in this process group at any size; null if
+    waits are unknown."""
     of_peak_frac: float | None = None
-    """The median over the hardware's peak, where that and the waits are known."""
+    """Median busbw as a fraction of the hardware's peak; null if the peak or the waits are unknown."""
     ranks: list[int] = field(default_factory=list)
-    """Ranks whose traces hold these collectives; they identify the group among those of a mesh dimension."""
+    """Ranks whose traces contain these collectives; they identify the group within a mesh dimension."""
     waits_known: bool = True
-    """Whether the busbw is of collectives in which all ranks of the group were compared; else it is a lower
-    bound."""
+    """Whether all ranks of the group were compared; otherwise the busbw is a lower bound."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attribution:
-    """How much communication landed on a layer."""
+    """Fraction of communication that was attributed to a layer."""
 
     collectives: int
     attributed: int
@@ -174,67 +174,67 @@ class Attribution:
     """Sum of collective durations."""
     attributed_ns: int
     unattributed_reasons: dict[str, int] = field(default_factory=dict)
-    """Reason -> number of collectives."""
+    """Reason -> number of unattributed collectives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Straggler:
-    """A rank that made others wait, and where."""
+    """A rank that made others wait, by layer and cause."""
 
     rank: int
     fqn: str | None
-    """Layer whose work made the rank late."""
+    """Layer whose work delayed the rank."""
     wait_caused_ns: int
-    """Waiting of the other ranks, summed over them."""
+    """Waiting time of the other ranks, summed over them."""
     cause: str | None = None
-    """The work that made it late, in words."""
+    """Cause of the delay, in words."""
     kind: str | None = None
-    """``kernel``, ``host`` (nothing launched in time), ``data_loader`` (its next batch was not
-    there), ``communication`` (another one), or ``unknown``."""
+    """``kernel``, ``host`` (nothing launched in time), ``data_loader`` (next batch not ready),
+    ``communication`` (another collective), or ``unknown``."""
     collectives: int = 0
-    """Collectives it came last to, for this reason."""
+    """Number of collectives at which the rank was last for this reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LateRank:
-    """A rank of a set that is late: its waiting against the ranks outside the set, over all steps."""
+    """A rank of a late set: waiting between it and the ranks outside the set, over all steps."""
 
     rank: int
     wait_caused_ns: int
-    """The ranks outside waited for it, summed over them."""
+    """Time that the ranks outside the set waited for it, summed over them."""
     wait_ns: int
     """Time that the set waited for the ranks outside."""
     late_steps: int
-    """Steps in which the ranks outside waited longer for it, on average, than it for them."""
+    """Steps in which the ranks outside waited longer for it, on average, than it waited for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LateRanks:
-    """The ranks that most of the waiting is for, and whether there are steps enough to call them slow."""
+    """The set of ranks that causes most waiting, and whether there are enough steps to call it slow."""
 
     ranks: list[LateRank]
-    """The one that cost the others most, net of its own waiting, first."""
+    """Ranks of the set, the one with the largest net cost to others first."""
     compared: int
-    """Ranks that were compared."""
+    """Number of ranks compared."""
     steps: int
-    """Steps in which they were."""
+    """Number of steps in which ranks were compared."""
     late_steps: int
-    """Steps in which all ranks of the set were late."""
+    """Number of steps in which all ranks of the set were late."""
     explained_frac: float
-    """Part of all waiting that the set caused."""
+    """Fraction of all waiting that the set caused."""
     least_explained_frac: float
-    """Part of the waiting that the set caused in the step where it is least."""
+    """Smallest fraction of a step's waiting that the set caused."""
     chance: float
-    """Probability, at most, of this pattern among ranks that are all alike."""
+    """Upper bound of the probability of this pattern among equal ranks."""
     steps_needed: int
-    """Steps that would settle it if the set is late in each of them."""
+    """Number of steps that would settle it if the set is late in each of them."""
     steady: bool
-    """Whether the set is late in a clear majority of the steps, too clearly for a coincidence."""
+    """Whether the set is late in a clear majority of the steps and coincidence is unlikely."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankWait:
-    """One rank's waiting in collectives, and the others' for it: sums over the analysed steps."""
+    """Waiting of one rank in collectives, and of others for it: sums over the analysed steps."""
 
     rank: int
     wait_ns: int
@@ -252,51 +252,51 @@ class CrossRankGroup:
     op: str
     process_group: str | None
     count: int
-    """Collectives, not ranks times collectives."""
+    """Number of collectives, each counted once for all ranks."""
     wait_ns: int
-    """Waiting for the last rank, summed over ranks."""
+    """Time of waiting for the last rank, summed over ranks."""
     transfer_ns: int | None
-    """From the last rank's start to the end; null without an instant common to all ranks."""
+    """Time from the last rank's start to the end; null if the ranks have no common interval."""
     busbw_bytes_per_s: float | None
     """Bus bandwidth of the transfer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CrossRank:
-    """Collectives matched over ranks."""
+    """Collectives matched across ranks."""
 
     match_key: str | None
-    """``comms_id``, ``seq``, ``order`` or null when nothing could be matched."""
+    """Key of the matches: ``comms_id``, ``seq``, ``order``, or null if nothing was matched."""
     matched: int
-    """Collectives found on every rank of their group that was loaded."""
+    """Collectives found on every loaded rank of their group."""
     unmatched: int
-    """Collectives that some rank lacks, or about which the ranks disagree."""
+    """Collectives that are missing on some rank, or about which ranks disagree."""
     clock_offset_ns: dict[str, int] = field(default_factory=dict)
-    """Clock (host, else ``rank N``) -> how far it is ahead of the lowest rank's."""
+    """Clock (of a host, otherwise ``rank N``) -> its lead over the lowest rank's clock."""
     wait_ns: dict[str, int] = field(default_factory=dict)
-    """Rank -> time its collectives waited for the last rank."""
+    """Rank -> time that its collectives waited for the last rank."""
     stragglers: list[Straggler] = field(default_factory=list)
-    """Late ranks with layer and cause, the costliest first; together they sum to ``wait_caused_ns``."""
+    """Late ranks by layer and cause, largest first; together they sum to ``wait_caused_ns``."""
     matched_by: dict[str, int] = field(default_factory=dict)
-    """Match key -> collectives."""
+    """Match key -> number of collectives."""
     unmatched_reasons: dict[str, int] = field(default_factory=dict)
-    """Reason -> collectives."""
+    """Reason -> number of unmatched collectives."""
     wait_caused_ns: dict[str, int] = field(default_factory=dict)
-    """Rank -> waiting of the others for it; sums to the sum of ``wait_ns``."""
+    """Rank -> time that other ranks waited for it; the sum equals that of ``wait_ns``."""
     late: LateRanks | None = None
-    """Null where no rank is waited for clearly longer than it waits itself."""
+    """Set of late ranks; null if no rank is waited for clearly longer than it waits itself."""
     waits_unknown_ns: int = 0
-    """Time of the collectives, summed over ranks, of which some rank of the group could not be compared: what
-    of it is waiting and what transfer is not known."""
+    """Time of collectives, summed over ranks, with a rank of the group that could not be compared: how
+    much of it is waiting is unknown."""
     wait_caused_in_steps_ns: dict[str, list[int]] = field(default_factory=dict)
     """Waiting that each rank caused in each step, in order."""
     start_spread_ns: int | None = None
-    """Median over collectives of latest start minus earliest."""
+    """Median over collectives of latest start minus earliest start."""
     end_spread_ns: int | None = None
-    """Median over collectives of latest end minus earliest; ends should agree, so this bounds the error of
-    the clocks."""
+    """Median over collectives of latest end minus earliest end, which bounds the error of the aligned
+    clocks."""
     groups: list[CrossRankGroup] = field(default_factory=list)
     ranks: list[RankWait] = field(default_factory=list)
-    """Ranks that waited or were waited for, the one that cost the others most first."""
+    """Ranks with waiting, the largest net cost to others first."""
     summary: list[str] = field(default_factory=list)
-    """Sentences: which rank waited for which; empty for a single rank."""
+    """Sentences about waiting between ranks; empty for a single rank."""

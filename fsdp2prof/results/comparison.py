@@ -14,7 +14,7 @@ from fsdp2prof.results.timeline import StepTimeline
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryDelta:
-    """What one category, layer or place in the program holds at the peak of two recordings."""
+    """Bytes of one category, layer or line at the peaks of two recordings."""
 
     before_bytes: int
     after_bytes: int
@@ -23,17 +23,18 @@ class MemoryDelta:
     fqn: str | None = None
     op: str | None = None
     stack: list[str] = field(default_factory=list)
-    """Frames, innermost first; empty except by stack."""
+    """Stack frames, innermost first; empty except in rows by stack."""
     place: str | None = None
-    """The line of the model or script that asked; null except by stack and place."""
+    """Line of the model or script that allocated; null except in rows by stack and line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerMemoryDelta:
-    """What one layer holds at both peaks, or several that hold the same before and the same after."""
+    """Bytes of one layer at both peaks, or of several layers with equal bytes before and equal bytes
+    after."""
 
     name: str
-    """For people: ``layers.0``, ``layers.0-31``, ``(root)``, ``(no layer)``."""
+    """Label: ``layers.0``, ``layers.0-31``, ``(root)``, ``(no layer)``."""
     fqns: list[str | None]
     before_bytes: int
     """Bytes of all layers of this row."""
@@ -52,32 +53,32 @@ class MemoryComparison(Shown):
     by_category: list[MemoryDelta]
     by_layer: list[MemoryDelta]
     by_stack: list[MemoryDelta]
-    """By operator and whole stack; empty where two results are compared and not two recordings."""
+    """Changes by operator and whole stack; empty if results and not recordings are compared."""
     by_layer_folded: list[LayerMemoryDelta] = field(default_factory=list)
-    """``by_layer`` with layers whose names differ in one number folded, where they hold the same."""
+    """``by_layer`` with layers of equal bytes, whose names differ in one number, folded."""
     by_place: list[MemoryDelta] = field(default_factory=list)
     """``by_stack`` summed by operator and line of the program."""
     before_path: str = ""
-    """What was compared; empty where two results are, and not two recordings."""
+    """Path of the recording; empty if results are compared."""
     after_path: str = ""
     verdict: list[str] = field(default_factory=list)
-    """How much the peak changed, which kinds and layers changed most, and where."""
+    """Sentences: the change of the peak, the kinds and layers that changed most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSpread:
-    """How long the steps of one side take, and how far they lie apart."""
+    """Step durations of one side and their spread."""
 
     measured_on: Literal["unrecorded", "traced", "layers"]
-    """Unrecorded steps where both sides have some, else the windows of traced ones; intervals between
-    forwards of repeated layers where a recording has no step marks."""
+    """Steps measured: unrecorded ones if both sides have some, otherwise windows of traced steps, or
+    intervals between forwards of repeated layers in a recording without step marks."""
     steps: int
     typical_ns: float
-    """Step time: median of the unrecorded steps; mean of the traced ones."""
+    """Step time: median of unrecorded steps, or mean of traced ones."""
     low_ns: float
-    """Shortest typical step: lower quartile of the unrecorded steps; the shortest of the traced ones."""
+    """Lower end of the spread: lower quartile of unrecorded steps, or the shortest traced step."""
     high_ns: float
-    """Longest typical step: upper quartile of the unrecorded steps; the longest of the traced ones."""
+    """Upper end of the spread: upper quartile of unrecorded steps, or the longest traced step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,17 +92,17 @@ class ComparedInput:
     traced_ranks: list[int]
     memory_ranks: list[int]
     steps: int
-    """Step windows that its times are means of, over all ranks."""
+    """Number of step windows over all ranks, of which times are means."""
     step_min_ns: int | None
-    """Shortest of them: a difference within the spread of one side is not a change."""
+    """Duration of the shortest window; a difference within the spread of one side is not a change."""
     step_max_ns: int | None
     spread: StepSpread | None = None
-    """Step time of the steps that both sides have; null where one of them has none."""
+    """Step time in the kind of steps that both sides have; null if one side has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeChange:
-    """A part of the step on both sides, each a mean over its ranks and steps unless said otherwise."""
+    """A part of the step on both sides, each a mean over ranks and steps unless stated otherwise."""
 
     part: str
     """``step``, ``unrecorded_step``, or a key of :class:`BreakdownNs`."""
@@ -114,13 +115,13 @@ class TimeChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommFigures:
-    """Collectives of one layer, phase and op: means per rank and step, exact integers where they are some."""
+    """Collectives of one layer, phase and op: means per rank and step, exact integers where possible."""
 
     count: float
     payload_bytes: float | None
     wire_bytes: float | None
     total_ns: float | None
-    """Times and bandwidth; null in an estimate."""
+    """Times and bandwidth; null for an estimate."""
     exposed_ns: float | None
     stall_ns: float | None
 
@@ -134,22 +135,22 @@ class CommChange:
     phase: str
     op: str
     before: CommFigures | None
-    """Collectives of that side; null where it has none."""
+    """Collectives of that side; null if it has none."""
     after: CommFigures | None
     delta: CommFigures
     equal: bool
-    """Whether count, payload and wire bytes are known and exactly the same; a broadcast has no wire bytes."""
+    """Whether count, payload and wire bytes are known and exactly equal; a broadcast has no wire bytes."""
     before_dtypes: list[str]
     after_dtypes: list[str]
     before_group_sizes: list[int]
     after_group_sizes: list[int]
     layers: int = 1
-    """Layers folded into this row, of which it is the sum."""
+    """Number of layers folded into this row, which is their sum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPeakChange:
-    """Peak memory of one rank that both sides have, or of the fullest of each where they share none."""
+    """Peak memory of one rank on both sides, or of the rank with the highest peak if the sides share none."""
 
     before_rank: int
     after_rank: int
@@ -169,7 +170,7 @@ class SettingChange:
     before: str | None
     after: str | None
     settings: int = 1
-    """Settings folded into this row, all changed alike."""
+    """Number of settings folded into this row, all with the same change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,37 +179,37 @@ class RunComparison(Shown):
 
     schema: str = "fsdp2prof.compare/1"
     verdict: list[str] = field(default_factory=list)
-    """At most three sentences: the step and whether its change exceeds the spread, its largest part,
+    """At most three sentences: the change of the step and whether it exceeds the spread, its largest part,
     memory."""
     before: ComparedInput
     after: ComparedInput
     settings: list[SettingChange]
     """Settings that differ between two runs."""
     settings_folded: list[SettingChange] = field(default_factory=list)
-    """Settings that differ, those of repeated layers that changed alike folded."""
+    """Settings that differ, with equal changes of repeated layers folded."""
     step: TimeChange | None
-    """Null, with an empty breakdown, unless both sides have a trace."""
+    """Change of the mean traced step; null, with an empty breakdown, unless both sides have a trace."""
     breakdown: list[TimeChange]
     """Parts of the step; their changes sum to the step's."""
     exposed: TimeChange | None = None
-    """Change of exposed communication, all kinds together."""
+    """Change of exposed communication, over all kinds."""
     beyond_spread: bool | None = None
-    """Whether the spreads of the two sides do not overlap; null where a side knows fewer than three steps."""
+    """Whether the spreads of the two sides do not overlap; null if a side has fewer than three steps."""
     unrecorded_step: TimeChange | None
-    """Median wall time of the steps that pay for no recording, over all ranks; null unless both sides are
-    runs that have some."""
+    """Change of the median unrecorded step over all ranks; null unless both sides are runs with unrecorded
+    steps."""
     layer_pace: TimeChange | None = None
-    """Median time from one forward of repeated layers to the next one's (``part``: their name); null unless a
-    side has no step marks. Then ``step`` is null."""
+    """Change of the median time from one forward of repeated layers to the next (``part``: their name);
+    null unless a side has no step marks, in which case ``step`` is null."""
     machine_changed: str | None = None
-    """How the hosts' processors were used otherwise, as a clause; null where they were not, or unknown."""
+    """Difference in the use of the hosts' processors, as a clause; null if there is none, or if it is
+    unknown."""
     communication: list[CommChange]
-    """Layers, largest growth of exposed time first; where no times are known, largest change in bytes
-    first."""
+    """Layers, largest growth of exposed time first; without times, largest change in bytes first."""
     communication_folded: list[CommChange] = field(default_factory=list)
-    """Layers, alike ones folded; one that changed much more than its siblings keeps a row of its own."""
+    """Layers, with similar ones folded; one that changed much more than its siblings has its own row."""
     communication_differing: list[CommChange] = field(default_factory=list)
-    """Layers whose counts or bytes differ, alike ones folded."""
+    """Layers whose counts or bytes differ, with similar ones folded."""
     communication_equal: bool | None
     """Whether counts and bytes of every layer are equal; null unless both sides have collectives."""
     peaks: list[RankPeakChange]
@@ -216,10 +217,10 @@ class RunComparison(Shown):
     memory: MemoryComparison | None
     """Contents of the peak that grew most; ``by_stack`` is empty. Null unless both sides have memory."""
     equalities: list[str] = field(default_factory=list)
-    """Quantities that are equal to the byte on both sides, in words."""
+    """Quantities that are exactly equal on both sides, in words."""
     warnings: list[str]
     before_timeline: StepTimeline | None = None
-    """A typical step of that side; null where it has no trace."""
+    """Timeline of a typical step of that side; null if it has no trace."""
     after_timeline: StepTimeline | None = None
 
 
@@ -244,7 +245,7 @@ class BaselineCollectives:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaselinePeak:
-    """The highest peak of all ranks."""
+    """Highest peak of all ranks."""
 
     rank: int
     allocated_bytes: int
@@ -255,7 +256,8 @@ class BaselinePeak:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Baseline(Shown):
-    """Sums of a run that ``compare --write-baseline`` keeps; no larger for more layers or ranks."""
+    """Sums of a run written by ``compare --write-baseline``; their size does not depend on layers or
+    ranks."""
 
     schema: str = BASELINE_SCHEMA
     kind: str
@@ -264,9 +266,9 @@ class Baseline(Shown):
     devices: list[str]
     traced_ranks: int
     windows: int
-    """Traced steps of all ranks that the sums cover."""
+    """Number of traced steps of all ranks in the sums."""
     step_ns: int | None
-    """Duration of the traced steps, summed; null without any."""
+    """Total duration of the traced steps; null without any."""
     breakdown_ns: dict[str, int]
     """Part of :class:`BreakdownNs` -> sum; they add up to ``step_ns``."""
     spread: StepSpread | None

@@ -15,7 +15,7 @@ from fsdp2prof.results.trace import TraceAnalysis
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingMethod:
-    """One way to make sequences of documents."""
+    """One way to build sequences from documents."""
 
     name: str
     """Name of the method: ``padded``, ``longest_in_batch``, ``packed`` or ``concatenated``."""
@@ -26,30 +26,30 @@ class PackingMethod:
     padding_frac: float
     """Padding as a part of the computed tokens."""
     cut_documents: int
-    """Documents that continue in another sequence."""
+    """Number of documents that continue in another sequence."""
     attention_pairs: int
-    """Pairs of a token and one before it, or itself, that causal attention computes over whole sequences."""
+    """Token pairs that causal attention computes over whole sequences."""
     useful_pairs_frac: float
-    """Fraction of the computed pairs within one document: what a document mask leaves to compute."""
+    """Fraction of the computed pairs within one document, which a document mask would leave."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingEstimate(Shown):
-    """What padding costs with each way to make sequences of documents."""
+    """Cost of padding for each way to build sequences from documents."""
 
     schema: str = "fsdp2prof.estimate.packing/1"
     seq_len: int
     batch_size: int
     documents: int
     tokens: int
-    """Tokens of all documents, without what was cut off."""
+    """Tokens of all documents, without truncated tokens."""
     longest: int
     """Tokens of the longest document."""
     mean: float
     truncated_documents: int
-    """Documents longer than a sequence."""
+    """Number of documents longer than a sequence."""
     truncated_tokens: int
-    """Tokens cut off long documents, except where documents are concatenated."""
+    """Tokens truncated from long documents, except where documents are concatenated."""
     methods: list[PackingMethod]
     verdict: list[str] = field(default_factory=list)
     assumptions: list[str] = field(default_factory=list)
@@ -59,26 +59,26 @@ COMM_ESTIMATE_SCHEMA = "fsdp2prof.estimate.comm/1"
 MEMORY_ESTIMATE_SCHEMA = "fsdp2prof.estimate.memory/1"
 
 Fit = Literal["fits", "depends", "does_not_fit"]
-"""``depends``: the two ends of the range decide differently."""
+"""Verdict on memory; ``depends`` if the ends of the range disagree."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EstimatedModel:
-    """What an estimate is of."""
+    """Model of an estimate."""
 
     name: str
-    """Name of the model, or the script of a recorded run."""
+    """Name of the model, or of the script of a recorded run."""
     parameters: int
-    """Elements, all parameters together."""
+    """Number of parameters."""
     blocks: int | None = None
-    """Blocks of the model; null for a recorded run."""
+    """Number of blocks; null for a recorded run."""
     groups: int | None = None
-    """FSDP parameter groups of a recorded run; null otherwise."""
+    """Number of FSDP parameter groups of a recorded run; null otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EstimatedMesh:
-    """The device mesh; a size is null where a recorded run does not say it."""
+    """The device mesh; a size is null if a recorded run does not state it."""
 
     pp: int | None = None
     dp_replicate: int | None = None
@@ -86,16 +86,16 @@ class EstimatedMesh:
     cp: int | None = None
     tp: int | None = None
     ep: int | None = None
-    """Expert-parallel ranks, out of those of dp_shard x cp."""
+    """Expert-parallel ranks, taken from those of dp_shard x cp."""
     world_size: int
     dims: dict[str, int] = field(default_factory=dict)
-    """A recorded run's own dimensions of FSDP, by the names that it gave them."""
+    """A recorded run's own dimensions of FSDP, by their names in the run."""
 
 
 class EstimatedPolicy(dict[str, Any]):
-    """How the run trains: every option of ``PolicySpec``, which declares and documents them, by name.
+    """Policy of the estimate: every option of ``PolicySpec``, which declares and documents them, by name.
 
-    Values are also attributes. None also means that the recorded run does not state the option.
+    Values are also attributes. None can also mean that the recorded run does not state the option.
     """
 
     __slots__ = ()
@@ -108,7 +108,7 @@ class EstimatedPolicy(dict[str, Any]):
 
 
 def decoding_hook(kind: type, value: Any) -> Any:
-    """Make a policy of its JSON: what ``msgspec`` needs as ``dec_hook`` to read an estimate."""
+    """Build a policy from its JSON, as ``msgspec``'s ``dec_hook``."""
     if kind is EstimatedPolicy and isinstance(value, dict):
         return EstimatedPolicy(value)
     raise TypeError(f"a {kind.__name__} of {type(value).__name__}")
@@ -116,48 +116,49 @@ def decoding_hook(kind: type, value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigRow:
-    """One key of a trainer's configuration and the option that it became."""
+    """One key of a trainer's configuration and the corresponding option."""
 
     key: str
-    """As the trainer names it; tables are joined by dots."""
+    """Key as the trainer names it, with tables joined by dots."""
     value: str
     option: str
     became: str
     """Value of the option."""
     source: str
-    """The file that gives it, or the line of the trainer's code that holds its default."""
+    """File that gives the value, or line of the trainer's code with its default."""
     given: bool
-    """Whether a file gives the value; else it is the trainer's default."""
+    """Whether a file gives the value; otherwise it is the trainer's default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigRead:
-    """How a trainer's configuration was read."""
+    """Interpretation of a trainer's configuration."""
 
     format: str
     files: list[str]
     stack: str
-    """Software stack that is assumed where no file names one."""
+    """Software stack that is assumed if no file names one."""
     rows: list[ConfigRow]
     without_effect: list[str]
-    """Keys that change no estimate: logging, data sets, learning rates."""
+    """Keys without effect on an estimate: logging, data sets, learning rates."""
     not_known: list[str]
-    """Keys that the reader does not know, of a fork or another version; they had no effect."""
+    """Keys unknown to the reader, from a fork or another version; they had no effect."""
     notes: list[str]
     """Contradictions, sections without effect, and unmodelled features."""
     open: list[str]
-    """Assumptions that no file confirms and the answer rests on."""
+    """Assumptions of the estimate that no file confirms."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommRow:
-    """Collectives of one (fqn, phase, op, mesh dimension, dtype) that one rank does in one training step.
+    """Collectives of one (fqn, phase, op, mesh dimension, dtype) of one rank in one training step.
 
-    The keys it shares with :class:`GroupRow` mean the same, so that an estimate and a recording compare.
+    Keys shared with :class:`GroupRow` have the same meaning, so an estimate and a recording can be
+    compared.
     """
 
     root: int
-    """Index of the model: 0, or 1 for the extra one; of a recorded run, of the root module."""
+    """Index of the model: 0, or 1 for the extra model; for a recorded run, of the root module."""
     fqn: str | None
     """FSDP module; the empty string is the root, null belongs to no layer (gradient clipping)."""
     phase: str
@@ -171,7 +172,7 @@ class CommRow:
     payload_bytes: int
     wire_bytes: int
     layers: int = 1
-    """Layers folded into this row, of which it is the sum."""
+    """Number of layers folded into this row, which is their sum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,38 +183,38 @@ class CommTotals:
     payload_bytes: int = 0
     wire_bytes: int = 0
     wire_frac: float | None = None
-    """Wire bytes as a part of all; null where nothing is sent."""
+    """Fraction of all wire bytes; null without communication."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightSync:
-    """One synchronisation of trained weights with inference engines."""
+    """One transfer of trained weights to inference engines."""
 
     engines: int
-    """Copies of the model that serve; 0: on the training's own devices."""
+    """Number of inference engines; 0: on the training's own devices."""
     engine_tp: int
-    """Tensor-parallel ranks of an engine."""
+    """Tensor-parallel ranks per engine."""
     dtype: str
-    """What engines hold."""
+    """Dtype of the weights in the engines."""
     per: str
-    """What is gathered at once: ``parameter``, ``layer`` (an FSDP unit) or ``whole``."""
+    """Unit of the all-gathers: ``parameter``, ``layer`` (an FSDP unit) or ``whole``."""
     gathers: int
-    """All-gathers that every training rank takes part in."""
+    """Number of all-gathers, in which every training rank takes part."""
     gather_payload_bytes: int
     gather_wire_bytes: int
     """Bytes sent by one training rank to gather."""
     broadcasts: int
-    """Tensors that the first training rank sends to all ranks of all engines."""
+    """Number of tensors that the first training rank broadcasts to all ranks of all engines."""
     sent_bytes: int
-    """Bytes that the first training rank sends, each tensor once."""
+    """Bytes that the first training rank sends, counting each tensor once."""
     received_bytes: int
-    """Bytes received by all ranks of all engines together; each receives every tensor whole."""
+    """Bytes received by all ranks of all engines; each receives every tensor whole."""
     kept_bytes: int
-    """Bytes kept by one rank of an engine, its tensor-parallel part."""
+    """Bytes stored by one rank of an engine, its tensor-parallel part."""
     buffer_bytes: int
-    """Most bytes that a training rank holds gathered at once, including the cast copy of one tensor."""
+    """Most gathered bytes that a training rank holds at once, including the cast copy of one tensor."""
     bandwidth_bytes_per_s: int | None = None
-    """Bytes that one rank sends per second; null unless given."""
+    """Bytes per second that one rank sends; null unless given."""
     gather_seconds: float | None = None
     """Time at that rate, without latency."""
     send_seconds: float | None = None
@@ -221,7 +222,7 @@ class WeightSync:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommEstimate(Shown):
-    """Result of ``estimate comm``: what one rank sends in a steady training step."""
+    """Result of ``estimate comm``: communication of one rank in a steady training step."""
 
     schema: str = COMM_ESTIMATE_SCHEMA
     model: EstimatedModel
@@ -232,7 +233,7 @@ class CommEstimate(Shown):
     """Op -> sum over ``groups``."""
     assumptions: list[str]
     verdict: list[str] = field(default_factory=list)
-    """At most three sentences: how much is sent, the largest part, a change that sends less."""
+    """At most three sentences: total traffic, its largest part, a change that sends less."""
     total: CommTotals = field(default_factory=CommTotals)
     """Sum over ``per_step``."""
     groups_folded: list[CommRow] = field(default_factory=list)
@@ -240,29 +241,29 @@ class CommEstimate(Shown):
     advice: list[str] = field(default_factory=list)
     """Changes that send less, most bytes first."""
     weight_sync: WeightSync | None = None
-    """Transfer of the weights to inference engines, outside the step; null unless asked for."""
+    """Transfer of the weights to inference engines, outside the step; null unless requested."""
     config: ConfigRead | None = None
-    """How the trainer's configuration was read; null unless there was one."""
+    """Interpretation of the trainer's configuration; null without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointEstimate(Shown):
-    """Result of ``estimate checkpoint``: bytes of a distributed checkpoint and the time to write it."""
+    """Result of ``estimate checkpoint``: size of a distributed checkpoint and the time to write it."""
 
     schema: str = "fsdp2prof.estimate.checkpoint/1"
     model: EstimatedModel
     mesh: EstimatedMesh
     policy: EstimatedPolicy
     writers: int
-    """Ranks that write a shard file: those of one replica."""
+    """Number of ranks that write a shard file: those of one replica."""
     files: int
-    """``__RANK_0.distcp`` of each writer plus ``.metadata``."""
+    """Number of files: ``__RANK_0.distcp`` of each writer plus ``.metadata``."""
     parameter_bytes: int
-    """Bytes of all parameters, once, in their original dtype."""
+    """Bytes of all parameters, counted once, in their original dtype."""
     optimizer_bytes: int
-    """Bytes of all optimizer state, once."""
+    """Bytes of all optimizer state, counted once."""
     sharded_bytes: int
-    """Bytes of all shard files together: tensors only."""
+    """Tensor bytes of all shard files."""
     rank_bytes_max: int
     """Tensor bytes of the largest shard file."""
     rank_bytes_min: int
@@ -275,16 +276,16 @@ class CheckpointEstimate(Shown):
     full_seconds: float | None
     assumptions: list[str]
     verdict: list[str] = field(default_factory=list)
-    """Sentences: what is written, by which ranks, and how long it takes where the bandwidth is known."""
+    """Sentences: files, writers, and the time if the bandwidth is known."""
     bandwidth_bytes_per_s: int | None = None
-    """Bandwidth that one writing rank sustains; null unless given."""
+    """Bandwidth of one writing rank; null unless given."""
     config: ConfigRead | None = None
-    """How the trainer's configuration was read; null unless there was one."""
+    """Interpretation of the trainer's configuration; null without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutsidePart:
-    """One part of the device memory that no allocator counts, as a range."""
+    """One part of the device memory outside the allocator, as a range."""
 
     name: str
     low: int
@@ -295,7 +296,7 @@ class OutsidePart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutsideAllocator:
-    """Device memory that no allocator counts (context, kernels, communicators): a range."""
+    """Device memory outside the allocator (context, kernels, communicators), as a range."""
 
     low: int
     high: int
@@ -305,27 +306,27 @@ class OutsideAllocator:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unknown:
-    """A property of the run that was not given or cannot be known, with its effect on the estimate."""
+    """An unknown property of the run and its effect on the estimate."""
 
     name: str
     low_bytes: int
-    """Bytes by which the reserved peak may be lower than predicted; zero or negative."""
+    """Bytes by which the reserved peak may be lower than predicted, zero or negative."""
     high_bytes: int
-    """Bytes by which it may be higher; zero or positive."""
+    """Bytes by which the reserved peak may be higher than predicted, zero or positive."""
     why: str
-    """One sentence: the unknown, and the information that would settle it."""
+    """One sentence: the unknown, and the information that would determine it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictedPeak:
-    """The most memory a predicted run holds on one device."""
+    """Peak memory of a predicted run on one device."""
 
     reserved_bytes: int
-    """Most bytes the caching allocator takes from the device, like ``torch.cuda.max_memory_reserved``."""
+    """Peak of reserved memory, like ``torch.cuda.max_memory_reserved``."""
     active_bytes: int
-    """Most bytes allocated at one instant; the rest of the peak describes that instant."""
+    """Most bytes allocated at one instant; the other fields describe that instant."""
     step: int | None
-    """1 is the first step, without optimizer state before its end; 0 the construction."""
+    """Step of the peak: 1 is the first step, without optimizer state before its end; 0 is construction."""
     phase: str
     fqn: str | None
     categories: dict[str, int]
@@ -333,7 +334,7 @@ class PredictedPeak:
     by_layer: list[LayerBytes]
     """Bytes by layer; they sum exactly to ``active_bytes``."""
     streams: dict[str, int]
-    """Reserved bytes of each stream's pool when the reserved peak is reached; sums to ``reserved_bytes``."""
+    """Reserved bytes of each stream's pool at the reserved peak; sums to ``reserved_bytes``."""
     by_category: list[CategoryBytes] = field(default_factory=list)
     """Bytes by category with fractions, as in :class:`Peak`."""
     layers: list[LayerMemory] = field(default_factory=list)
@@ -341,7 +342,7 @@ class PredictedPeak:
 
     @property
     def allocated_bytes(self) -> int:
-        """``active_bytes``, as a recorded peak calls them."""
+        """``active_bytes``, under the name used for recorded peaks."""
         return self.active_bytes
 
 
@@ -356,21 +357,21 @@ class PredictedStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TriedChange:
-    """A change to a run that does not fit, and what an estimate of the changed run says."""
+    """A change to a run that may not fit, with the estimate of the changed run."""
 
     changes: list[str]
-    """Options as people write them; several are made together."""
+    """Combined options, as on the command line."""
     mesh: EstimatedMesh
     policy: EstimatedPolicy
     reserved_bytes: int
     headroom_bytes: int
-    """Device memory left, as the estimate's own; negative: missing."""
+    """Device memory left; negative if missing."""
     fits: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate(Shown):
-    """Result of ``estimate memory``: what one rank's device will hold."""
+    """Result of ``estimate memory``: memory of one rank's device."""
 
     schema: str = MEMORY_ESTIMATE_SCHEMA
     model: EstimatedModel
@@ -386,36 +387,37 @@ class MemoryEstimate(Shown):
     device_total_bytes: int | None
     """Memory of the device; null unless the hardware was given."""
     fits: bool | None
-    """Whether it fits; null unless the hardware was given, and where it depends: ``fit`` says on what."""
+    """Whether it fits; null unless the hardware was given, or if it depends (``fit`` says on what)."""
     headroom_bytes: int | None
-    """Device memory left above the high ends of the reserved peak and outside of it; negative: missing."""
+    """Device memory left with the reserved peak and memory outside it at their highest; negative if
+    missing."""
     advice: list[str]
-    """Changes to make when it does not fit."""
+    """Changes to make if it does not fit."""
     assumptions: list[str]
     verdict: list[str] = field(default_factory=list)
-    """At most three sentences: how much, whether it fits, its largest part or what to change."""
+    """At most three sentences: the peak, whether it fits, its largest part or the change to make."""
     device: str | None = None
     """Name of the hardware; null unless it was given."""
     fit: Fit | None = None
     """``fits``, ``does_not_fit`` or ``depends``; null unless the hardware was given."""
     headroom_high_bytes: int | None = None
-    """Device memory left above the low ends of the peak and outside the allocator."""
+    """Device memory left with the peak and memory outside the allocator at their lowest."""
     reserved_low_bytes: int | None = None
-    """Least reserved peak, with all unknowns at their low end."""
+    """Lowest reserved peak, with all unknowns at their low end."""
     reserved_high_bytes: int | None = None
     active_low_bytes: int | None = None
-    """Least bytes in use at the peak; null where a measured peak takes the range's place."""
+    """Lowest bytes in use at the peak; null if a measured peak replaces the range."""
     active_high_bytes: int | None = None
     unknowns: list[Unknown] = field(default_factory=list)
-    """Unknowns at the ends of the range, the widest first; empty: the peak is not a range."""
+    """Unknowns at the ends of the range, widest first; empty if the peak is not a range."""
     depends_on: list[str] = field(default_factory=list)
-    """Unknowns that decide whether it fits, and by how much."""
+    """Unknowns that decide whether it fits, with their bytes."""
     remedies: list[Remedy] = field(default_factory=list)
-    """Changes left to make with the bytes that each takes off the peak at most, most bytes first."""
+    """Available changes with an upper bound of their savings, largest first."""
     tried: list[TriedChange] = field(default_factory=list)
-    """Changes that were estimated because this may not fit, in the order of the trials."""
+    """Changes that were estimated because the run may not fit, in the order of the trials."""
     config: ConfigRead | None = None
-    """How the trainer's configuration was read; null unless there was one."""
+    """Interpretation of the trainer's configuration; null without one."""
 
 
 STEP_ESTIMATE_SCHEMA = "fsdp2prof.estimate.step/1"
@@ -431,21 +433,21 @@ class HardwareUse:
     network: str | None
     """Network between nodes; null on one node."""
     peak_flops_per_s: int | None
-    """Peak rate of one accelerator in the dtype that the model computes in."""
+    """Peak rate of one accelerator in the compute dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRange:
-    """The step under the kindest and the harshest of the inputs that are not known."""
+    """The step with unknown inputs at their most and least favourable values."""
 
     low_ns: int
     high_ns: int
     unknown: list[str]
-    """Unknowns that are varied, and their limits."""
+    """Varied unknowns and their limits."""
     simulated_low_ns: int | None = None
-    """The step under the kindest inputs, before the margin of published runs; null if not simulated."""
+    """Step with the most favourable inputs, before the margin of published runs; null if not simulated."""
     simulated_high_ns: int | None = None
-    """The step under the harshest inputs, before the margin of published runs; null if not simulated."""
+    """Step with the least favourable inputs, before the margin of published runs; null if not simulated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -458,14 +460,14 @@ class StepEstimate(Shown):
     policy: EstimatedPolicy
     hardware: HardwareUse
     verdict: list[str]
-    """At most three sentences: how long, what bounds it, the most exposed communication."""
+    """At most three sentences: step time, bottleneck, most exposed communication."""
     step_ns: int
     tokens_per_step: int
-    """Tokens of a step, all ranks together."""
+    """Tokens per step over all ranks."""
     tokens_per_s_per_gpu: float
     mfu: float | None
-    """Model FLOPs utilization: products and attention of one forward and backward, causal attention counted
-    once, over the peak."""
+    """Model FLOPs utilization: matrix products and attention of one forward and backward, causal attention
+    counted once, as a fraction of the peak."""
     hfu: float | None
     """Hardware FLOPs utilization: as ``mfu``, including recomputation."""
     breakdown_ns: BreakdownNs
@@ -475,13 +477,13 @@ class StepEstimate(Shown):
     kernels_ns: dict[str, int]
     """Kernel time by what bounds it: ``matmul``, ``attention``, ``memory`` (bandwidth), ``launch``."""
     bound_by: str
-    """``compute``, ``memory_bandwidth``, ``nvlink``, ``pcie``, ``gloo``, ``network`` or ``host``: the largest
-    part."""
+    """Largest part: ``compute``, ``memory_bandwidth``, ``nvlink``, ``pcie``, ``gloo``, ``network`` or
+    ``host``."""
     by_layer: list[LayerRow]
-    """Layers, worst exposed first."""
+    """Communication by layer, most exposed first."""
     trace: TraceAnalysis
-    """The predicted step as ``analyze trace`` sees it: idle causes, lateness, bandwidth, layers folded."""
+    """Analysis of the predicted step by ``analyze trace``: idle causes, delays, bandwidth, folded layers."""
     range: StepRange
     assumptions: list[str]
     config: ConfigRead | None = None
-    """How the trainer's configuration was read; null unless there was one."""
+    """Interpretation of the trainer's configuration; null without one."""

@@ -1,4 +1,4 @@
-"""What an analysis says is worth acting on."""
+"""Findings of an analysis: problems with a remedy."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Literal, TypeAlias, get_args
 
 Severity = Literal["high", "medium", "low", "info"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
-"""Severities, the most severe first."""
+"""Severities, most severe first."""
 
 Scalar: TypeAlias = int | float | str | bool | None
 EvidenceValue: TypeAlias = Scalar | Sequence[Scalar | Mapping[str, Scalar]] | Mapping[str, Scalar]
-"""A number or a word; a few of them, in order or by name; a few records of them."""
+"""A number or a word; a short list or mapping of them; a short list of records."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where in a recording a loss is largest."""
+    """Location of the largest loss in a recording."""
 
     fqn: str | None
     """FSDP module; the empty string is the root; null: not about a layer."""
     phase: str | None = None
     op: str | None = None
-    """Kind of collective, or operator; null where neither applies."""
+    """Kind of collective, or operator; null if neither applies."""
     rank: int | None = None
     """Rank that lost the time."""
     step: int | None = None
@@ -31,15 +31,15 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Something worth acting on, with its evidence."""
+    """A problem with evidence and, if known, a change."""
 
     id: str
     severity: Severity
     fqn: str | None
     message: str
-    """What is wrong and what to change, in one or two sentences."""
+    """Problem and change, in one or two sentences."""
     change: str = ""
-    """The part of the message that says what to change; empty where there is nothing to."""
+    """Part of the message that states the change; empty if there is none."""
     evidence: dict[str, EvidenceValue] = field(default_factory=dict)
     place: Place | None = None
-    """Null where no single place of the recording shows it."""
+    """Location of the largest loss; null if there is no single one."""

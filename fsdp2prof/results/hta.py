@@ -1,4 +1,5 @@
-"""Results of ``analyze trace --critical-path`` and its like: one rank's trace, by HolisticTraceAnalysis."""
+"""Results of ``analyze trace --critical-path``, ``--launch-statistics``, ``--idle-causes`` and ``--diff``:
+one rank's trace, analysed by HolisticTraceAnalysis."""
 
 from __future__ import annotations
 
@@ -12,27 +13,27 @@ class BoundByNs:
     """Time on a critical path by what bounds it; sums to the path."""
 
     host: int
-    """An operator or a call on the host."""
+    """Time in operators or calls on the host."""
     compute: int
     communication: int
     between_kernels: int
-    """From the end of one kernel to the start of the next one of its stream."""
+    """Time from the end of one kernel to the start of the next one on its stream."""
     launch_delay: int
-    """From a launching call to the start of its kernel."""
+    """Time from a launching call to the start of its kernel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PathSegment:
-    """All stretches of a critical path with one name and one bound."""
+    """All segments of a critical path with one name and one bound."""
 
     name: str
-    """Operator, call or kernel; ``(launch)`` is the way from a call to its kernel."""
+    """Operator, call or kernel; ``(launch)`` is the time from a call to its kernel."""
     bound_by: str
     """A key of :class:`BoundByNs`."""
     duration_ns: int
     count: int
     duration_frac: float
-    """Of the path."""
+    """Fraction of the path."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,35 +43,35 @@ class CriticalPath(Shown):
     schema: str = "fsdp2prof.trace.critical_path/1"
     rank: int | None
     source: str
-    """Trace it was computed from."""
+    """Path of the trace."""
     step: int | None
-    """Null: the whole trace."""
+    """Analysed step; null: the whole trace."""
     duration_ns: int
-    """Sum of its segments."""
+    """Duration of the path: the sum of its segments."""
     bound_by_ns: BoundByNs
     rows: list[PathSegment]
-    """Longest first."""
+    """Segments by name, longest first."""
     step_ns: int | None
     """Duration of the step on the host; null without steps."""
     verdict: list[str]
-    """At most three sentences: how long, what bounds it, what to try."""
+    """At most three sentences: duration, bound, change to try."""
     warnings: list[str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """One launch and its work on the device."""
+    """One launch call and its work on the device."""
 
     correlation: int
-    """Joins the call and its work in the trace."""
+    """Correlation id that joins the call and its work."""
     host_ns: int
-    """Duration of the call."""
+    """Duration of the host call."""
     device_ns: int
-    """Duration of the work."""
+    """Duration of the device work."""
     delay_ns: int
-    """From the end of the call to the start of the work; 0 if it started earlier."""
+    """Time from the end of the call to the start of the work; 0 if the work started earlier."""
     name: str
-    """Kernel or copy."""
+    """Kernel or copy that was launched."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,21 +88,22 @@ class LaunchedWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchStatistics(Shown):
-    """Result of ``--launch-statistics``: every launch whose call and work are both in the trace."""
+    """Result of ``--launch-statistics``: every launch with both call and work in the trace."""
 
     schema: str = "fsdp2prof.trace.launch_statistics/1"
     rank: int | None
     source: str
     rows: list[Launch]
-    """Longest delay first."""
+    """Launches, longest delay first."""
     by_name: list[LaunchedWork]
-    """Largest sum of delays first."""
+    """Kernels and copies, largest sum of delays first."""
     host_median_ns: float | None
-    """Of the calls; null, like the next two, without a launch."""
+    """Median duration of the calls; null, like the next two fields, without a launch."""
     device_median_ns: float | None
     delay_median_ns: float | None
     short_count: int
-    """Launches whose work took less time than their call: the host cannot keep the device busy with these."""
+    """Number of launches whose work is shorter than their call: with these the host cannot keep the device
+    busy."""
     verdict: list[str]
     warnings: list[str]
 
@@ -112,11 +114,11 @@ class StreamIdle:
 
     stream: int
     cause: str
-    """``host_wait``: the host had not launched the next kernel yet; ``kernel_wait``: a gap too short for a
-    wait, the cost of launching; ``other``: mostly waiting for another stream."""
+    """``host_wait``: the host had not yet launched the next kernel; ``kernel_wait``: a short gap, the cost
+    of launching; ``other``: mostly waiting for another stream."""
     idle_ns: int
     idle_frac: float | None
-    """Of the stream's idle time; null where there is none."""
+    """Fraction of the stream's idle time; null without idle time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,20 +129,20 @@ class StreamUse:
     busy_ns: int
     idle_ns: int
     idle_frac: float | None
-    """Of both together."""
+    """Idle time as a fraction of busy and idle time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IdleCauses(Shown):
-    """Result of ``--idle-causes``: why each stream stood idle between its activities."""
+    """Result of ``--idle-causes``: idle time of each stream between its activities, by cause."""
 
     schema: str = "fsdp2prof.trace.idle_causes/1"
     rank: int | None
     source: str
     rows: list[StreamIdle]
-    """By stream, longest first."""
+    """Idle time by stream and cause, longest first."""
     streams: list[StreamUse]
-    """The busiest first."""
+    """Streams, busiest first."""
     verdict: list[str]
     warnings: list[str]
 
@@ -164,21 +166,22 @@ class NameChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceDiff(Shown):
-    """Result of ``--diff``: what runs more often or longer in a step of one trace than of another."""
+    """Result of ``--diff``: operators and kernels that run more often or longer in a step of one trace
+    than of another."""
 
     schema: str = "fsdp2prof.trace.diff/1"
     rank: int | None
     source: str
-    """The trace that is looked at: *test*."""
+    """Path of the *test* trace."""
     control: str
-    """The trace that it is compared with."""
+    """Path of the *control* trace."""
     step: int | None
-    """Null: the whole trace."""
+    """Compared step; null: the whole trace."""
     control_step: int | None
     step_ns: int | None
     """Duration of the step on the host; null without steps."""
     control_step_ns: int | None
     rows: list[NameChange]
-    """Largest difference first."""
+    """Operators and kernels, largest difference first."""
     verdict: list[str]
     warnings: list[str]

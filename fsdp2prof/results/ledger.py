@@ -1,4 +1,4 @@
-"""The ledger of lost time: every nanosecond of the traced steps, charged once to its cause."""
+"""The ledger of lost time: every nanosecond of the traced steps, charged to exactly one cause."""
 
 from __future__ import annotations
 
@@ -8,68 +8,68 @@ from typing import Literal
 from fsdp2prof.results.finding import EvidenceValue, Place, Severity
 
 NOTHING = "Nothing to fix was found"
-"""How the sentence begins that says so."""
+"""Beginning of the sentence for a run without a remedy to report."""
 
 GainBasis = Literal["replay", "bound", "estimate", "unknown"]
-"""How a gain was found: the recording was replayed with the change; it is an upper bound that follows from
-the entry's own time; a part of that time is taken to be typical; or nothing says."""
+"""Basis of a gain: a replay of the recording with the change; an upper bound from the entry's own time; an
+estimate from a typical share of that time; or unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerRemedy:
-    """A change that the training does not make yet and that gives time back."""
+    """A change that the training does not make yet and that saves time."""
 
     change: str
     """One imperative sentence."""
     gain_ns: float | None
-    """Time saved in a mean traced step; null unknown."""
+    """Time saved in a mean traced step; null if unknown."""
     gain_frac: float | None
-    """The same as a fraction of the mean traced step."""
+    """Time saved as a fraction of the mean traced step."""
     basis: GainBasis
     reason: str
-    """How the gain was found, in words."""
+    """Explanation of the gain, in words."""
     memory_bytes: int | None = None
-    """Additional peak memory of one rank, at most; null unknown."""
+    """Upper bound of the additional peak memory of one rank; null if unknown."""
     what_if: str | None = None
-    """The change as ``whatif`` takes it: ``forward_prefetch=2``; null where it has none."""
+    """The change in ``whatif`` syntax: ``forward_prefetch=2``; null if it has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerPlace:
-    """A part of an entry's time: one layer, phase and operation, or one call site."""
+    """Part of an entry's time: one layer, phase and operation, or one call site."""
 
     fqn: str | None
-    """FSDP module, ``layers.0-31`` for folded ones; the empty string is the root; null: unattributed."""
+    """FSDP module, or ``layers.0-31`` for folded layers; the empty string is the root; null: unattributed."""
     phase: str
     op: str | None
-    """Kind of collective, or operator; null where neither applies."""
+    """Kind of collective, or operator; null if neither applies."""
     site: str | None
-    """Python function, file and line; null where no stack was recorded."""
+    """Python function, file and line; null if no stack was recorded."""
     why: str | None
-    """Why this part is exposed, in words; null where the cause says everything."""
+    """Reason why this part is exposed, in words; null if the cause explains it."""
     total_ns: int
-    """Sum over ranks and steps; the places of an entry sum to its total."""
+    """Sum over ranks and steps; the parts of an entry sum to its total."""
     ns: float
     """Mean per rank and step."""
     count: float | None = None
-    """Collectives, copies or calls per rank and step; null where they are not counted."""
+    """Collectives, copies or calls per rank and step; null if not counted."""
     bytes: float | None = None
-    """Payload per rank and step; null unknown."""
+    """Payload per rank and step; null if unknown."""
     bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerEntry:
-    """All time of one cause, with the places that it arose in and the change that would save it."""
+    """All time of one cause, with its locations and the change that would save it."""
 
     id: str
-    """Identifies the entry: the finding's id where it is reported as a finding, else the cause."""
+    """Identifier: the finding's id if the entry is reported as a finding, otherwise the cause."""
     cause: str
     """One of ``fsdp2prof.vocabulary.LEDGER_CAUSES``."""
     fqn: str | None
-    """Layer with most of it; null where it has none."""
+    """Layer with most of the time; null if it has none."""
     rank: int | None
-    """Rank that caused it; null where no single one did."""
+    """Rank that caused the loss; null if no single rank did."""
     total_ns: int
     """Sum over ranks and steps; all entries of a ledger sum to ``Ledger.total_ns`` exactly."""
     ns: float
@@ -77,30 +77,30 @@ class LedgerEntry:
     frac: float
     """Fraction of the traced steps."""
     severity: Severity
-    """``info`` for useful time and for losses that cannot be changed."""
+    """Severity; ``info`` for useful time and for losses without a remedy."""
     told: bool
-    """Whether findings and verdict name it."""
+    """Whether findings and verdict name the entry."""
     title: str
-    """The cause in a few words, for a table or a chart: ``waiting for rank 3``."""
+    """Short title for tables and charts: ``waiting for rank 3``."""
     said: str
-    """What is lost, where and why: one or two sentences."""
+    """Loss, location and reason, in one or two sentences."""
     remedy: LedgerRemedy | None
-    """Null where nothing is known to help, or where the training does it already."""
+    """Change that would save the time; null if none is known or the training already makes it."""
     confidence: Literal["high", "medium", "low"]
     confidence_reason: str
     places: list[LedgerPlace] = field(default_factory=list)
-    """The costliest first; the last one sums all others."""
+    """Locations, largest first; the last one sums all others."""
     evidence: dict[str, EvidenceValue] = field(default_factory=dict)
     place: Place | None = None
-    """Where most of it is lost; null of an entry without time."""
+    """Location with most of the time; null for an entry without time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerRest:
-    """The last entries of a ledger as one sum: those too small to be listed one by one."""
+    """Sum of the smallest entries of a ledger."""
 
     entries: int
-    """How many of the last entries these are."""
+    """Number of entries in the sum."""
     ns: float
     """Mean per rank and step."""
     frac: float
@@ -120,30 +120,30 @@ class LedgerStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
-    """Where all time of the traced steps went, and the order in which to act on it."""
+    """All time of the traced steps by cause, in the order in which to act on it."""
 
     windows: int
-    """Traced steps of all ranks."""
+    """Number of traced steps of all ranks."""
     total_ns: int
-    """Their durations, summed."""
+    """Duration of the traced steps, summed."""
     step_ns: float
-    """Mean traced step."""
+    """Mean duration of a traced step."""
     unrecorded_step_ns: float | None
-    """Median step without recording: the step time to quote; null for traces that no recorder described."""
+    """Median unrecorded step, the step time to quote; null for traces without a manifest."""
     entries: list[LedgerEntry]
-    """First those that are reported, in the order in which they are worth acting on; then the others, the
-    most time first. Together they sum to ``total_ns``."""
+    """Entries: first the reported ones, most important first; then the others, longest first. Together
+    they sum to ``total_ns``."""
     steps: list[LedgerStep] = field(default_factory=list)
     rest: LedgerRest | None = None
-    """The entries that a short table shows in one row; null where it lists all of them."""
+    """Sum of the entries that a short table shows in one row; null if it lists all of them."""
     causes_ns: dict[str, float] = field(default_factory=dict)
-    """Cause -> mean per rank and step, the most first."""
+    """Cause -> mean per rank and step, longest first."""
     exact: bool = True
-    """False where the ledger follows from the breakdown alone, without the ranks' own events: then waiting
-    for other ranks and forwards without backward are not told apart."""
+    """Whether the ledger uses the ranks' own events; otherwise it follows from the breakdown alone,
+    without waiting for other ranks or forwards without backward."""
     bound: str = ""
-    """What bounds the step, in one sentence."""
+    """Bottleneck of the step, in one sentence."""
     collectives: str = ""
-    """How the entries and the rows by layer count the same collectives; empty where they agree."""
+    """How the entries and the rows by layer count the same collectives; empty if they agree."""
     not_judged: list[str] = field(default_factory=list)
-    """What this recording cannot show, a sentence each: overlap on a CPU, waits of ranks without a trace."""
+    """Limits of this recording, one sentence each: overlap on a CPU, waits of ranks without a trace."""

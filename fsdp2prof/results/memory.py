@@ -1,4 +1,4 @@
-"""Result of ``analyze memory``: every rank's peak, and what to think of it."""
+"""Result of ``analyze memory``: every rank's peak, with verdict and findings."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class LayerPeak:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AtPeak:
-    """State of the trace of the same run at the peak."""
+    """Activity in the trace of the same run at the memory peak."""
 
     match: Literal["clock", "place"]
     """``clock``: the trace covers that instant; ``place``: the same position in a traced step."""
     step: int | None
-    """Traced step with the same place."""
+    """Traced step with the same position."""
     operator: str | None
     """Innermost operator on the host."""
     launched: str | None
@@ -43,7 +43,7 @@ class AtPeak:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseSpan:
-    """A stretch of one phase of one step."""
+    """An interval of one phase of one step."""
 
     start_ns: int
     end_ns: int
@@ -63,42 +63,45 @@ class RankMemory:
     layers: list[LayerPeak]
     """Layers and phases in the order in which they first ran."""
     fragmentation: Fragmentation | None
-    """Null without a caching allocator, and where memory was freed after the failure that ended the work."""
+    """State of the allocator; null without a caching allocator, or if memory was freed after the failure
+    that ended the step."""
     oom: OutOfMemory | None
     truncated: bool
     timeline: dict[str, list[int]] = field(default_factory=dict)
-    """Down-sampled allocated bytes by category over time, for plots: ``time_ns`` plus one list a category."""
+    """Down-sampled allocated bytes by category over time, for plots: ``time_ns`` plus one list per
+    category."""
     phase_spans: list[PhaseSpan] = field(default_factory=list)
-    """When forward, backward and optimizer ran, on the clock of ``timeline``."""
+    """Intervals of forward, backward and optimizer, on the clock of ``timeline``."""
     at_peak: AtPeak | None = None
-    """From the rank's trace; null where there is none that has the peak's place, and for all but the fullest
-    rank."""
+    """Activity at the peak in the rank's trace; null for all but the rank with the highest peak, and if no
+    trace covers its position."""
     device_total_bytes: int | None = None
-    """Memory of the device; null where it is not recorded."""
+    """Memory of the device; null if not recorded."""
     remedies: list[Remedy] = field(default_factory=list)
-    """What each change would take off the peak, most bytes first."""
+    """Changes with an upper bound of their savings, largest first."""
     model_part: str | None = None
-    """Digest of its parameters' names and shapes: ranks of another hold another part of the model, as stages
-    of a pipeline do; null where no manifest says."""
+    """Digest of the parameters' names and shapes: ranks with different digests hold different parts of the
+    model, as pipeline stages do; null without a manifest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryFigures:
-    """The numbers of the fullest rank that a reader needs first."""
+    """Key figures of the rank with the highest peak."""
 
     rank: int
     allocated_bytes: int
     reserved_bytes: int | None
     device_total_bytes: int | None
     device_frac: float | None
-    """Reserved memory, or allocated where nothing reserves, of the device's; null where that is unknown."""
+    """Reserved memory (allocated memory without a caching allocator) as a fraction of the device's; null
+    if unknown."""
     unattributed_frac: float
-    """Unattributed part of the peak."""
+    """Unattributed fraction of the peak."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryAnalysis(Shown):
-    """Result of ``analyze memory``: what fills the device at the peak of each rank."""
+    """Result of ``analyze memory``: contents of each rank's memory at its peak."""
 
     schema: str = MEMORY_SCHEMA
     ranks: list[RankMemory]
@@ -107,8 +110,9 @@ class MemoryAnalysis(Shown):
     warnings: list[str]
     key_figures: MemoryFigures | None = None
     verdict: list[str] = field(default_factory=list)
-    """Sentences about the fullest rank: how high its peak is, where it is, its largest parts, what to try."""
+    """Sentences about the rank with the highest peak: its height, its phase, its largest parts, changes to
+    try."""
     advice: list[str] = field(default_factory=list)
-    """Notes on the fullest rank: layers unsharded at its peak, other peaks almost as high."""
+    """Notes on the rank with the highest peak: layers unsharded at the peak, other peaks almost as high."""
     focus: Focus | None = None
-    """Part of the analysis that is shown; null is all. Sums over layers stay those of all."""
+    """Filter of the shown part; null shows all. Sums over layers always cover all layers."""

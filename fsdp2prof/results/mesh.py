@@ -1,4 +1,4 @@
-"""Result of ``inspect mesh``: which rank stands where in a device mesh, and which groups cross nodes."""
+"""Result of ``inspect mesh``: position of ranks in a device mesh, and groups that cross nodes."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ class MeshDimension:
 
     name: str
     size: int
-    """Ranks of one of its groups."""
+    """Ranks per group."""
     stride: int
-    """Ranks between neighbours of a group."""
+    """Rank distance between neighbours of a group."""
     groups: int
     groups_across_nodes: int
     nodes_per_group: int
-    """Nodes that its most spread group is on."""
+    """Number of nodes of its most spread group."""
     ranks_per_node: int
-    """Ranks of one group on one node, at most."""
+    """Most ranks of one group on one node."""
     flattened: list[str]
-    """Dimensions it is made of; empty for one of the mesh's own."""
+    """Dimensions that it flattens; empty for a dimension of the mesh itself."""
     carries: str
-    """What goes over it in a step, in words."""
+    """Communication over it in a step, in words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshRank:
-    """Where one rank stands."""
+    """Position of one rank."""
 
     rank: int
     node: int
     local_rank: int
     coordinate: dict[str, int]
-    """Index along every dimension."""
+    """Index of the rank along every dimension."""
     groups: dict[str, int]
-    """Index of its group of every dimension, among that dimension's groups."""
+    """Index of the rank's group of every dimension, among that dimension's groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,14 +59,14 @@ class MeshMap(Shown):
     schema: str = "fsdp2prof.inspect.mesh/1"
     verdict: list[str]
     mesh: str
-    """As it was given, dimensions of one rank left out."""
+    """Mesh as given, without dimensions of size one."""
     world_size: int
     gpus_per_node: int
     nodes: int
     dimensions: list[MeshDimension]
-    """Slowest first, flattened ones after those they are made of."""
+    """Dimensions, slowest first; flattened ones after their parts."""
     ranks: list[MeshRank]
-    """All, or those asked for."""
+    """All ranks, or the requested ones."""
     groups: list[MeshGroup]
-    """All, or those of the ranks asked for."""
+    """All groups, or those of the requested ranks."""
     warnings: list[str]

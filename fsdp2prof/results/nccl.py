@@ -1,4 +1,5 @@
-"""Result of ``analyze nccl``: communicators, what connects them, how fast their collectives were, and why."""
+"""Result of ``analyze nccl``: communicators, their transports, speed of their collectives, and causes of
+slowness."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from fsdp2prof.results.shown import Shown
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NcclTransport:
-    """What some of a communicator's connections go through."""
+    """Connections of a communicator over one transport."""
 
     transport: str
-    """As NCCL says it, without numbers of devices: ``P2P/IPC``, ``SHM/direct``, ``NET/IB/GDRDMA``."""
+    """Transport as NCCL logs it, without device numbers: ``P2P/IPC``, ``SHM/direct``, ``NET/IB/GDRDMA``."""
     connections: int
-    """Channels from one rank to another."""
+    """Number of channels between pairs of ranks."""
     across_nodes: int | None
-    """Of them, those between nodes; null where the log does not say which node a rank is on."""
+    """Number of channels between nodes; null if the log does not give the ranks' nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,60 +26,61 @@ class NcclCommunicator:
     """One communicator."""
 
     name: str
-    """As the training named it, else its mesh dimension or process group, else NCCL's number of it."""
+    """Name given by the training, otherwise mesh dimension or process group, otherwise NCCL's id."""
     id: str | None
-    """NCCL's, equal on all its ranks; null where the log does not say."""
+    """NCCL's id, equal on all its ranks; null if not logged."""
     mesh_dim: str | None
-    """Null without a manifest."""
+    """Mesh dimension; null without a manifest."""
     size: int | None
-    """Ranks."""
+    """Number of ranks."""
     nodes: int | None
     ranks_seen: int
-    """Ranks whose files were read."""
+    """Number of ranks whose files were read."""
     channels: int | None
-    """Null where no log says."""
+    """Number of channels; null if not logged."""
     ring: list[int]
-    """Its ranks in the order of the first ring; empty where no log says."""
+    """Ranks in the order of the first ring; empty if not logged."""
     trees: int | None
     nvls: bool | None
-    """Whether it has trees through the switch."""
+    """Whether it has trees through the switch (NVLS)."""
     path_types: list[str]
-    """How GPUs of a node reach each other: ``NVL``, ``PIX``, ``PXB``, ``PHB``, ``SYS``."""
+    """Connection between GPUs of a node: ``NVL``, ``PIX``, ``PXB``, ``PHB``, ``SYS``."""
     transports: list[NcclTransport]
     nics: list[str]
-    """Network devices that its connections use."""
+    """Network devices of its connections."""
     causes: list[str]
-    """Ids of the findings that say why it is slow."""
+    """Ids of the findings about its slowness."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NcclCollective:
-    """The collectives of one kind, size and layer of one communicator."""
+    """Collectives of one kind, size and layer of one communicator."""
 
     communicator: str
     op: str
     fqn: str | None
-    """Layer whose parameters it moves; null where unknown or where it is not FSDP's."""
+    """Layer whose parameters it moves; null if unknown or not FSDP's."""
     phase: str | None
     layer_known: bool
-    """Whether the layer is known; needs a manifest."""
+    """Whether the layer is known; this needs a manifest."""
     message_bytes: int
-    """NCCL's count times its type: the shard of an all-gather or reduce-scatter, else the input."""
+    """NCCL's count times element size: the shard of an all-gather or reduce-scatter, otherwise the input."""
     payload_bytes: int | None
-    """As in ``analyze trace``: an all-gather's output, a reduce-scatter's input, else the input."""
+    """Payload as in ``analyze trace``: an all-gather's output, a reduce-scatter's input, otherwise the
+    input."""
     algorithm: str | None
     protocol: str | None
     count: int
-    """Collectives; where only a log counts them, of one rank."""
+    """Number of collectives; counted on one rank if only a log has them."""
     mean_ns: int | None
-    """From the moment the last rank had come: the shortest time that one of its ranks was in it; null where
-    only a log counts them."""
+    """Mean time after the last rank's arrival: the shortest time of any of its ranks; null if only a log
+    counts them."""
     waiting_ns: int | None
-    """Mean of what the first rank waited for the last; null where one rank alone was seen."""
+    """Mean time that the first rank waited for the last; null if only one rank was logged."""
     bus_bytes_per_s: int | None
-    """Wire bytes by that time, as in ``analyze trace``."""
+    """Bus bandwidth: wire bytes over that time, as in ``analyze trace``."""
     dtype: str | None = None
-    """torch's name, as a log says it; null where only the Inspector saw them."""
+    """torch's name of the dtype, from a log; null if only the Inspector recorded it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,32 +88,32 @@ class NcclRank:
     """One process."""
 
     rank: int | None
-    """Of the job; null where nothing says it."""
+    """Rank in the job; null if unknown."""
     host: str
     pid: int
     collectives: int
-    """That NCCL Inspector wrote."""
+    """Number of collectives that NCCL Inspector wrote."""
     duration_ns: int
-    """In them."""
+    """Time in these collectives."""
     came_last: int
-    """Of those that several ranks wrote."""
+    """Number of collectives at which it arrived last, among those logged by several ranks."""
     dropped: int
-    """That NCCL Inspector had no room for."""
+    """Number of collectives that NCCL Inspector dropped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NcclAnalysis(Shown):
-    """What the files of NCCL say of a job."""
+    """Contents of a job's NCCL logs."""
 
     schema: str = "fsdp2prof.nccl/1"
     inspected: int
-    """Processes whose Inspector logs were read."""
+    """Number of processes with Inspector logs."""
     logged: int
-    """Processes whose NCCL_DEBUG lines were read."""
+    """Number of processes with NCCL_DEBUG lines."""
     communicators: list[NcclCommunicator]
-    """The slowest first: those with causes, then by bytes moved."""
+    """Communicators: those with a cause of slowness first, then by bytes moved."""
     collectives: list[NcclCollective]
-    """Those that took most time first."""
+    """Collectives, most time first."""
     ranks: list[NcclRank]
     findings: list[Finding]
     verdict: list[str]

@@ -1,4 +1,5 @@
-"""Result of ``plan``: the best configuration of a training, the best of each other kind, why they lost."""
+"""Result of ``plan``: the best configuration of a training, the best of each other family, and why they
+lost."""
 
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ class PlanGiven:
     """Global batch: sequences of one optimizer step."""
     seq_len: int
     fixed: dict[str, str]
-    """Options that were not searched: name -> value."""
+    """Fixed options: name -> value."""
     reserve_frac: float
     device_total_bytes: int
     limit_bytes: int
-    """Bytes that a configuration may take: the device's memory without the headroom."""
+    """Memory limit of a configuration: the device's memory minus the reserve."""
     objective: str
     """``tokens``, ``cost`` or ``memory``."""
     price_per_gpu_hour: float | None
     currency: str | None = None
-    """Currency of the price; null unless it was named."""
+    """Currency of the price; null unless given."""
     tokens: int | None
     """Tokens of the whole training; null unless given."""
     budget_gpu_hours: float | None
@@ -45,33 +46,33 @@ class PlanPoint:
     mesh: EstimatedMesh
     policy: EstimatedPolicy
     name: str
-    """The configuration in short: ``dp_shard=256, batch 1 x 4, ac=op``."""
+    """Short name: ``dp_shard=256, batch 1 x 4, ac=op``."""
     reserved_bytes: int
     """Peak of the caching allocator."""
     total_low_bytes: int
-    """Total at the low end: with what no allocator counts, and every unknown at its low end."""
+    """Total at the low end: including memory outside the allocator, with every unknown at its low end."""
     total_bytes: int
     """Total at the high end."""
     headroom_bytes: int
-    """Bytes below the limit at the high end; negative: over it."""
+    """Bytes below the limit at the high end; negative if above it."""
     fit: Fit
-    """Whether it leaves the headroom asked for: ``fits``, ``does_not_fit``, or ``depends``."""
+    """Whether it leaves the requested reserve: ``fits``, ``does_not_fit``, or ``depends``."""
     depends_on: list[str]
-    """Unknowns that decide whether it fits, where it depends."""
+    """Unknowns that decide whether it fits, if it depends."""
     step_ns: int
     exposed_ns: int
-    """Communication that nothing hides."""
+    """Exposed communication per step."""
     exposed_frac: float
     bubble_ns: int
     tokens_per_s: float
-    """Tokens per second of all GPUs together."""
+    """Tokens per second over all GPUs."""
     tokens_per_s_per_gpu: float
     mfu: float | None
     gpu_hours_per_billion_tokens: float
     cost_per_billion_tokens: float | None
     """Cost in the currency of the price; null without a price."""
     confirmed: bool
-    """Whether the numbers are the execution engine's own; else the fast path's."""
+    """Whether the numbers come from the engine; otherwise from the search."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +80,7 @@ class PlanFamily:
     """The best configuration of one kind of parallelism, or of one change to the winner."""
 
     name: str
-    """Name: the kinds of parallelism, or the change: ``tp=8``, ``ac=none``."""
+    """Kinds of parallelism, or the change: ``tp=8``, ``ac=none``."""
     best: PlanPoint
     configurations: int
     """Configurations searched in this family."""
@@ -90,23 +91,24 @@ class PlanFamily:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanPrecision:
-    """The best configuration in another precision, which changes the training's numbers: never the winner."""
+    """The best configuration in another precision, which changes the training's numerics: never the
+    winner."""
 
     option: str
     """``reduce_dtype`` (of gradients) or ``orig_dtype`` (of shards, gradients and optimizer state)."""
     value: str
     best: PlanPoint
     configurations: int
-    """Configurations scored in this precision: all that could be its best."""
+    """Number of configurations scored in this precision: all that could be its best."""
     why: str
-    """Difference to the winner, with numbers."""
+    """Difference from the winner, with numbers."""
     take: str
-    """The option that plans in it: ``--fix reduce_dtype=bfloat16``."""
+    """Option that selects it: ``--fix reduce_dtype=bfloat16``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FastPathError:
-    """Error of the search's own numbers against the engine's, where both are known."""
+    """Error of the search against the engine, for configurations that both evaluated."""
 
     configurations: int
     step_low_frac: float | None
@@ -123,9 +125,9 @@ class PlanSearch:
     configurations: int
     fitting: int
     engine_runs: int
-    """Shallow and full executions of the model that the numbers rest on."""
+    """Number of shallow and full executions of the model."""
     complete: bool
-    """False: it was interrupted, and this is the best so far."""
+    """Whether the search finished; otherwise this is the best result so far."""
     error: FastPathError
 
 
@@ -134,22 +136,22 @@ class PlanAnswer:
     """The answer to ``--max``, ``--min`` or a budget."""
 
     question: str
-    """``max batch-size``, ``max seq-len``, ``min gpus`` or ``budget``."""
+    """Question: ``max batch-size``, ``max seq-len``, ``min gpus`` or ``budget``."""
     value: int | None
-    """The answer; null where there is none."""
+    """The answer; null if there is none."""
     sentence: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """The winner's settings, to paste."""
+    """The winner's settings for one tool, to paste."""
 
     tool: str
     """``estimate memory``, ``estimate comm``, ``estimate step``, ``torchtitan to 0.2`` (TOML),
     ``torchtitan 0.3`` (options), ``accelerate`` (YAML) or ``fully_shard`` (Python)."""
     text: str
     note: str = ""
-    """What this tool cannot say of the winner."""
+    """Settings of the winner that this tool cannot express."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,25 +166,25 @@ class Plan(Shown):
     winner: PlanPoint | None
     """The best configuration; null if nothing fits."""
     families: list[PlanFamily]
-    """Families, best first; those that do not fit come last, by the memory missing."""
+    """Families, best first; those that do not fit come last, by missing memory."""
     changes: list[PlanFamily]
     """The winner with one option changed, and the effect."""
     precisions: list[PlanPrecision]
-    """The best of all configurations in each other precision; empty where the precision is fixed."""
+    """The best configuration in each other precision; empty if the precision is fixed."""
     pareto: list[PlanPoint]
-    """Pareto front: no other configuration is both faster and smaller; the smallest first."""
+    """Pareto front, smallest first: no other configuration is both faster and smaller."""
     answer: PlanAnswer | None
     recipes: list[Recipe]
     search: PlanSearch
     assumptions: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    """Options that were given and are searched, and so not taken."""
+    """Given options that the plan searches itself and so ignores."""
     simplest: PlanPoint | None = None
-    """The configuration with the fewest kinds of parallelism that the engine finds at most 5 % slower; null
-    where that is the winner."""
+    """Configuration with the fewest kinds of parallelism that is at most 5 % slower by the engine; null if
+    that is the winner."""
     simplest_why: str = ""
-    """How it differs from the winner, with numbers."""
+    """Difference of ``simplest`` from the winner, with numbers."""
     equal_frac: float = 0.0
-    """Largest error of the search's own steps where the engine ran them: a smaller difference is none."""
+    """Largest error of the search's step times against the engine; smaller differences do not count."""
     config: ConfigRead | None = None
-    """How the trainer's configuration was read; null unless there was one."""
+    """Interpretation of the trainer's configuration; null without one."""

@@ -1,4 +1,4 @@
-"""Result of ``analyze run``: the run and both analyses."""
+"""Result of ``analyze run``: the run and the analyses of its traces and memory."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ RUN_ANALYSIS_SCHEMA = "fsdp2prof.run_analysis/1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Wall time of one training step, as the recorder saw it."""
+    """Wall time of one training step, as measured by the recorder."""
 
     step: int
     duration_ns: int
     kind: str
-    """``plain``, ``warmup``, ``traced`` or ``memory``: the last three pay for being recorded."""
+    """``plain``, ``warmup``, ``traced`` or ``memory``; the last three include the cost of recording."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRank:
-    """What one rank of a run left behind."""
+    """Recording of one rank."""
 
     rank: int
     state: str
     """State: ``complete``, ``partial``, ``crashed``, ``running`` (killed without notice), ``missing``, or
-    ``unknown`` where no recorder described the run."""
+    ``unknown`` without a manifest."""
     host: str
     device: str
     """``cpu``, or the device's name."""
@@ -45,18 +45,19 @@ class RunRank:
     error: str | None
     messages: list[str]
     unrecorded_step: UnrecordedStep | None = None
-    """Unrecorded steps; null where every step was recorded."""
+    """Unrecorded steps; null if every step was recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharded:
-    """Parameters that are sharded alike, on one rank."""
+    """Parameters with the same sharding, on one rank."""
 
     parameters: int
     numel: int
     """Elements of the whole parameters, without padding."""
     sharded_bytes: int | None
-    """This rank's shard in the original dtype, padding included; null for a dtype of unknown size."""
+    """Bytes of this rank's shards in the original dtype, padding included; null for a dtype of unknown
+    size."""
     padding_bytes: int | None
     """Part of ``sharded_bytes`` that is padding."""
     dtype: str
@@ -72,7 +73,7 @@ class Sharded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardGroup(Sharded):
-    """One FSDP parameter group as it was set up: one all-gather, one reduce-scatter."""
+    """One FSDP parameter group: one all-gather, one reduce-scatter."""
 
     root: int
     fqn: str
@@ -81,20 +82,21 @@ class ShardGroup(Sharded):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardFamily(Sharded):
-    """Parameter groups of repeated layers that are sharded alike: sums over them."""
+    """Parameter groups of repeated layers with the same sharding: sums over them."""
 
     layer: str
-    """``layers.0-31``, or the one group's name; the empty string is the root, ``root1:`` that of several."""
+    """``layers.0-31``, or the single group's name; the empty string is the root, ``root1:`` one of several
+    roots."""
     groups: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessorUse:
-    """How the captured steps shared their hosts' processors; null where the system does not say."""
+    """Use of the hosts' processors in the captured steps; null if the system does not provide it."""
 
     wait_frac: float | None
-    """Fraction of a step in which a training thread could run but had no processor, on the rank that waited
-    most."""
+    """Fraction of a step in which a training thread was ready to run but had no processor, on the rank
+    that waited most."""
     others_frac: float | None
     """Fraction of all processor time used by other programs or given to other machines, on the busiest
     host."""
@@ -123,37 +125,36 @@ class RunSummary:
     optimizers: list[str]
     """Class and state bytes of each optimizer of the lowest rank that has any, as text."""
     unrecorded_step: UnrecordedStep | None = None
-    """Unrecorded steps over all ranks; null where every step was recorded."""
+    """Unrecorded steps over all ranks; null if every step was recorded."""
     rehearsed_rank: int | None = None
-    """The rank of ``world_size`` that one process stood for; null where the training ran."""
+    """Rank of ``world_size`` that was rehearsed; null for a real training."""
     shard_families: list[ShardFamily] = field(default_factory=list)
-    """``shard_groups`` with alike layers folded."""
+    """``shard_groups`` with similar layers folded."""
     training: dict[str, str] = field(default_factory=dict)
-    """Settings of the training loop that the recorder saw: micro-batches, gradient synchronisations of a
-    step, prefetch, the optimizer's options, threads. Of the lowest rank that has them."""
+    """Settings of the training loop: micro-batches, gradient synchronizations per step, prefetch,
+    optimizer options, threads; from the lowest rank that has them."""
     processors: ProcessorUse | None = None
     """Use of processors; null without captured steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunAnalysis(Shown):
-    """Result of ``analyze run``: the run and both analyses, each null where nothing was captured."""
+    """Result of ``analyze run``: the run and both analyses, each null if nothing was captured."""
 
     schema: str = RUN_ANALYSIS_SCHEMA
     verdict: list[str] = field(default_factory=list)
-    """At most three sentences on trace and memory: what bounds the run, the most expensive place, what to
-    try."""
+    """At most three sentences on trace and memory: the bottleneck, the largest loss, the change to try."""
     run: RunSummary
     trace: TraceAnalysis | None
     memory: MemoryAnalysis | None
     findings: list[Finding] = field(default_factory=list)
-    """Findings of both analyses, the most severe first."""
+    """Findings of both analyses, most severe first."""
     advice: list[str] = field(default_factory=list)
     """Notes of both analyses."""
     warnings: list[str]
     sharding: ShardingMap | None = None
-    """Rows of each parameter by rank; null without a recorder's manifests, or of parts that are not known."""
+    """Rows of each parameter by rank; null without manifests, or for parts that are unknown."""
     mesh: MeshMap | None = None
-    """Coordinates of the ranks in a mesh over all of them; null where it is not known."""
+    """Coordinates of the ranks in a mesh over all ranks; null if unknown."""
     trial: TrialResult | None = None
-    """Other settings that were tried in the running job; null without a trial."""
+    """Settings that ``fsdp2prof try`` tried in the running job; null without a trial."""

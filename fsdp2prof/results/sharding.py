@@ -9,19 +9,19 @@ from fsdp2prof.results.shown import Shown
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardPiece:
-    """Neighbouring shards that hold equally many rows of a parameter each."""
+    """Adjacent shards that hold equally many rows of a parameter."""
 
     first_shard: int
     last_shard: int
     first_row: int
-    """Of the first of these shards; each further one begins where the one before it ends."""
+    """First row of the first of these shards; each further one begins where the previous one ends."""
     rows: int
-    """Of every one of them; 0 holds nothing."""
+    """Rows of each of these shards; 0 is empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterSharding:
-    """One parameter, cut into shards."""
+    """One parameter and its shards."""
 
     root: int
     fqn: str
@@ -29,28 +29,28 @@ class ParameterSharding:
     """FSDP module it belongs to; the empty string is the root."""
     global_shape: list[int]
     shape: list[int]
-    """What FSDP cuts: the whole parameter, or a rank's part under tensor parallelism."""
+    """Shape of the sharded tensor: the whole parameter, or a rank's part under tensor parallelism."""
     dtype: str
     requires_grad: bool
     placements: list[str]
-    """Of the DTensor, a mesh dimension each, the slowest first."""
+    """Placements of the DTensor, one per mesh dimension, slowest first."""
     mesh: int
-    """Index in ``meshes``."""
+    """Index of the mesh in ``meshes``."""
     dim: int
-    """Dimension that is cut; ``rows`` are its elements."""
+    """Sharded dimension; ``rows`` are its elements."""
     shards: int
     rows_per_shard: int
-    """Of a full shard; shorter ones are padded to it in the all-gather."""
+    """Rows of a full shard; shorter ones are padded to it in the all-gather."""
     full_shards: int
     short_shards: int
-    """Shards with fewer rows, but some."""
+    """Number of shards with fewer rows, but not none."""
     empty_shards: int
     bytes: int
-    """Of all shards, padding left out."""
+    """Bytes of all shards, without padding."""
     shard_bytes: int
-    """Of a full shard: what every rank sends, in the original dtype."""
+    """Bytes of a full shard, which every rank sends, in the original dtype."""
     padding_bytes: int
-    """Of all shards together."""
+    """Padding of all shards."""
     pieces: list[ShardPiece]
 
 
@@ -68,46 +68,46 @@ class ShardRanks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankShare:
-    """What one rank holds of all parameters."""
+    """Total that one rank holds of all parameters."""
 
     rank: int
     bytes: int
-    """Padding left out."""
+    """Bytes without padding."""
     padded_bytes: int
-    """What FSDP allocates."""
+    """Bytes that FSDP allocates."""
     empty_parameters: int
-    """Parameters of which it holds nothing."""
+    """Number of parameters of which it holds no rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Redistribution:
-    """What it costs to bring all parameters of a mesh from one placement to another."""
+    """Cost of redistributing all parameters of a mesh from one placement to another."""
 
     mesh: int
     source: str
     target: str
     op: str | None
-    """Collective; null where no rank has to send anything."""
+    """Collective; null if no rank sends anything."""
     payload_bytes: int
-    """Of the whole, padding included where the collective sends it."""
+    """Payload of the whole, including padding where the collective sends it."""
     wire_bytes: int
-    """Sent by each rank."""
+    """Bytes sent by each rank."""
     result_bytes: int
-    """What each rank then holds."""
+    """Bytes that each rank then holds."""
     meaning: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingMap(Shown):
-    """Who holds what of every parameter."""
+    """Rows of every parameter on every rank."""
 
     schema: str = "fsdp2prof.inspect.sharding/1"
     verdict: list[str]
     source: str
-    """A run's path or a model's name."""
+    """Path of the run, or name of the model."""
     world_size: int
     bytes: int
-    """Of all parameters, one copy, padding left out; under tensor parallelism of one rank's part."""
+    """Bytes of all parameters, one copy, without padding; under tensor parallelism of one rank's part."""
     padding_bytes: int
     meshes: list[ShardRanks]
     parameters: list[ParameterSharding]
@@ -118,78 +118,78 @@ class ShardingMap(Shown):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointEntry:
-    """One tensor or object."""
+    """One tensor or object in a checkpoint."""
 
     name: str
     shape: list[int] | None
-    """Null for an object that is not a tensor."""
+    """Shape; null for an object that is not a tensor."""
     dtype: str | None
     bytes: int | None
-    """Of the tensor; null for an object or a dtype of unknown size."""
+    """Bytes of the tensor; null for an object or a dtype of unknown size."""
     stored_bytes: int
-    """In the files, headers included."""
+    """Bytes in the files, headers included."""
     pieces: int
     files: int
     covered: bool | None
-    """Whether the pieces fill the tensor exactly, without gap or overlap; null for an object, and where they
-    are cut along more than eight dimensions."""
+    """Whether the chunks cover the tensor exactly, without gap or overlap; null for an object, or if it is
+    split along more than eight dimensions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointFile:
-    """One file."""
+    """One file of a checkpoint."""
 
     name: str
     bytes: int | None
-    """On the disk; null where it is missing."""
+    """Size on disk; null if missing."""
     used_bytes: int
-    """That the metadata points at."""
+    """Bytes that the metadata refers to."""
     needed_bytes: int
-    """Where the last piece in it ends."""
+    """End of its last chunk."""
     entries: int
     state: str
-    """``whole``, ``truncated`` (it ends before the last piece does), ``missing``, or ``unused``."""
+    """``whole``, ``truncated`` (it ends before its last chunk), ``missing``, or ``unused``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointMismatch:
-    """Where checkpoint and model differ."""
+    """A difference between checkpoint and model."""
 
     name: str
     kind: str
-    """``missing`` (the model has it alone), ``unexpected`` (the checkpoint alone), ``shape`` or ``dtype``."""
+    """``missing`` (only in the model), ``unexpected`` (only in the checkpoint), ``shape`` or ``dtype``."""
     stored: str | None
     expected: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointModel:
-    """The checkpoint beside a model."""
+    """Comparison of a checkpoint with a model."""
 
     model: str
     prefix: str
-    """What the names of the checkpoint have before the model's."""
+    """Prefix of the checkpoint's names before the model's names."""
     parameters: int
     matched: int
     with_optimizer_state: int
-    """Parameters for which the checkpoint has entries of an optimizer."""
+    """Number of parameters with optimizer entries in the checkpoint."""
     mismatches: list[CheckpointMismatch]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointMap(Shown):
-    """What a distributed checkpoint holds."""
+    """Contents of a distributed checkpoint."""
 
     schema: str = "fsdp2prof.inspect.checkpoint/1"
     verdict: list[str]
     path: str
     version: str | None
     bytes: int
-    """Of its files."""
+    """Size of its files."""
     tensor_bytes: int
-    """Of all tensors; one of a dtype of unknown size counts as none."""
+    """Bytes of all tensors; a dtype of unknown size counts as zero."""
     entries: list[CheckpointEntry]
     files: list[CheckpointFile]
     model: CheckpointModel | None
-    """Null without a model to compare with."""
+    """Comparison with a model; null without one."""
     warnings: list[str]

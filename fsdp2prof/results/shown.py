@@ -1,4 +1,4 @@
-"""What every result offers to people at a prompt or in a notebook."""
+"""Display of results at a prompt or in a notebook."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ _Part = TypeVar("_Part")
 
 
 class Shown:
-    """A result that lays itself out: as data frames, as figures, as HTML in a notebook.
+    """Base of results: lays itself out as data frames, figures and HTML for notebooks.
 
-    It is what the command prints; pandas, plotly and the layout are imported when a method is called.
+    The content equals the command's output; pandas, plotly and the layout are imported when a method is
+    called.
     """
 
     __slots__ = ()
 
     def to_pandas(self) -> dict[str, pd.DataFrame]:
-        """Return every table by its name, in raw units (``_ns``, ``_bytes``, ``_frac``); unknown is NA."""
+        """Return every table by name, in raw units (``_ns``, ``_bytes``, ``_frac``); unknown values are
+        NA."""
         frames: dict[str, pd.DataFrame] = _notebook().to_pandas(self)
         return frames
 
     def frame(self, name: str) -> pd.DataFrame:
-        """Return one of the tables: ``frame("by_layer")``. Raises ``UsageError`` for another."""
+        """Return one table: ``frame("by_layer")``. Raises ``UsageError`` for an unknown name."""
         return _named(self.to_pandas(), name, "table")
 
     def figures(self) -> dict[str, Figure]:
-        """Return every chart by its name, as a plotly figure."""
+        """Return every chart by name, as a plotly figure."""
         figures: dict[str, Figure] = _notebook().to_figures(self)
         return figures
 
     def figure(self, name: str) -> Figure:
-        """Return one of the charts: ``figure("timeline")``. Raises ``UsageError`` for another."""
+        """Return one chart: ``figure("timeline")``. Raises ``UsageError`` for an unknown name."""
         return _named(self.figures(), name, "figure")
 
     def _repr_html_(self) -> str:
@@ -46,7 +48,7 @@ class Shown:
 
 
 def _notebook() -> Any:
-    """Return what lays results out, by name: a result is data and depends on no layout."""
+    """Import the layout module by name, because results must not depend on any layout."""
     return import_module("fsdp2prof.reporters.notebook")
 
 

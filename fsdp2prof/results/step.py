@@ -1,4 +1,4 @@
-"""The training step: its parts, their means, and how long it takes where nothing is recorded."""
+"""The training step: its parts, their means, and the duration of unrecorded steps."""
 
 from __future__ import annotations
 
@@ -30,36 +30,39 @@ class StepBreakdown:
     start_ns: int
     """Start on the trace's own clock."""
     idle_ns: dict[str, int] = field(default_factory=dict)
-    """Why nothing ran: cause -> time; sums to ``breakdown_ns.idle``. ``host_bound`` (nothing was launched in
-    time), ``data_loader`` (the same, while the training got its next batch), ``device_sync`` and ``memcpy``
-    (the host had been waiting for the device, or for a copy), ``communication`` (the caller was blocked while
-    no transfer ran), ``queued`` (launched, not yet started), ``profiler``, ``unknown`` (its launch is not in
-    the file)."""
+    """Idle time by cause; sums to ``breakdown_ns.idle``.
+
+    ``host_bound`` (nothing launched in time), ``data_loader`` (the same, while the training got its next
+    batch), ``device_sync`` and ``memcpy`` (the host had been waiting for the device, or for a copy),
+    ``communication`` (the caller was blocked while no transfer ran), ``queued`` (launched but not
+    started), ``profiler``, ``unknown`` (the launch is not in the file).
+    """
     flops: int | None = None
     """Floating-point operations of matrix products and attention, recomputation included; null without
-    recorded shapes, or with operators whose shapes do not tell (convolutions)."""
+    recorded shapes, or with operators whose shapes do not determine them (convolutions)."""
     work: int | None = None
-    """The same with convolutions, whose first backward may count twice: it compares ranks that train one
-    model."""
+    """Operations including convolutions, whose first backward may count twice; for comparing ranks that
+    train one model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IncompleteStep:
-    """A step of which records of the device are missing from the file."""
+    """A step with missing device records."""
 
     step: int
     launches: int
-    """Calls that launched a kernel, graph, copy or fill; collectives only, if just those miss records."""
+    """Number of calls that launched a kernel, graph, copy or fill; of collectives only, if just those miss
+    records."""
     missing: int
-    """Calls without a record of the device."""
+    """Number of calls without a device record."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPace:
-    """Time from one forward of repeated layers to the next one's, on the device where there is one."""
+    """Time from one forward of repeated layers to the next, on the device if there is one."""
 
     layer: str
-    """Name of the layers with a star in place of their number: ``layers.*``."""
+    """Name of the layers with a star instead of their number: ``layers.*``."""
     intervals: int
     median_ns: float
     lower_quartile_ns: float
@@ -68,13 +71,13 @@ class LayerPace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnrecordedStep:
-    """Wall time of the steps in which nothing was recorded, on the host's clock.
+    """Wall time of unrecorded steps, on the host's clock.
 
-    A rank's first step pays for initialisation: it counts only if the rank has no other.
+    A rank's first step includes initialisation: it counts only if the rank has no other.
     """
 
     steps: int
-    """Steps that count, over all ranks."""
+    """Number of steps over all ranks."""
     median_ns: float
     lower_quartile_ns: float
     upper_quartile_ns: float
@@ -84,26 +87,26 @@ class UnrecordedStep:
     traced_median_ns: float | None
     """Median of the traced steps on the same clock; null if none ended."""
     slowdown: float | None
-    """``traced_median_ns`` over ``median_ns``, or their means where steps are of several kinds: how many
-    times as long a step takes while it is traced."""
+    """``traced_median_ns`` over ``median_ns`` (or of the means if steps are of several kinds): the
+    slowdown by tracing."""
     mean_ns: float | None = None
-    """What a step takes where the quartiles show several kinds: models in turns."""
+    """Mean step time if steps are of several kinds (models updated alternately)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Throughput:
-    """Speed of one rank's training; null is unknown."""
+    """Training speed of one rank; null is unknown."""
 
     step_ns: int
-    """Median duration of its steps: unrecorded ones where the run has them, else the traced ones."""
+    """Median duration of its steps: unrecorded ones if the run has them, otherwise traced ones."""
     tokens_per_s: float | None
-    """Tokens per second: tokens of a step, all ranks together, over its duration."""
+    """Tokens per second: tokens of a step over all ranks, divided by its duration."""
     flops_per_s: float | None
     """Rate of recorded operations of this rank over their steps' durations."""
     mfu: float | None
     """Operations as a fraction of the device's peak; recomputed operations count."""
     measured_on: Literal["unrecorded", "traced"] = "traced"
-    """Steps that the durations are of."""
+    """Kind of the steps in the duration."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,26 +130,26 @@ class TraceTotals:
     """The mean traced step over all ranks; null where there is no step."""
 
     windows: int = 0
-    """Steps of all ranks: what every mean of the analysis is over."""
+    """Number of steps of all ranks, over which every mean of the analysis is taken."""
     step_ns: float | None = None
     breakdown_ns: dict[str, float] = field(default_factory=dict)
     """Part of :class:`BreakdownNs` -> mean; sums to ``step_ns``."""
     breakdown_frac: dict[str, float] = field(default_factory=dict)
     """The same as fractions of ``step_ns``."""
     idle_ns: dict[str, float] = field(default_factory=dict)
-    """Cause -> mean, the costliest first; sums to ``breakdown_ns.idle``."""
+    """Idle time by cause: mean, largest first; sums to ``breakdown_ns.idle``."""
     communication_ns: float | None = None
     """Communication: union of a rank's collectives."""
     exposed_ns: float | None = None
-    """Part of ``communication_ns`` that neither compute nor FSDP copies hide."""
+    """Exposed communication: the part of ``communication_ns`` that neither compute nor FSDP copies hide."""
     exposed_frac: float | None = None
     """Exposed fraction: ``exposed_ns`` over ``step_ns``."""
     overlap_frac: float | None = None
     """Overlap: 1 - exposed / communication; null without communication."""
     attributed_frac: float | None = None
-    """Attributed fraction: communication time that has a layer, of all; null without communication."""
+    """Attributed communication time as a fraction of all; null without communication."""
     tokens_per_s: float | None = None
-    """Tokens per second of the slowest rank: all ranks together train no faster."""
+    """Tokens per second of the slowest rank, which limits all ranks."""
     flops_per_s: float | None = None
     """Operations per second, mean over the ranks."""
     mfu: float | None = None

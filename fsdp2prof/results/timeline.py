@@ -1,7 +1,7 @@
-"""One step as a picture of time: what ran when, in lanes, on all ranks and one clock.
+"""Timeline of one step in lanes, for all ranks on one clock.
 
-A bounded form of the trace: spans that lie closer than :attr:`StepTimeline.resolution_ns` are one span, so
-that a step of a hundred layers on dozens of ranks stays a file that a browser opens at once.
+A bounded form of the trace: spans closer than :attr:`StepTimeline.resolution_ns` are merged, so a step of
+a hundred layers on dozens of ranks stays small enough for a browser.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from fsdp2prof.results.communication import LateCause
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Focus:
-    """Part of an analysis that is shown: rows of these; null is all. Everything was analysed and compared
-    before."""
+    """Filter of an analysis by layer, rank and step; null shows all. The analysis itself covers
+    everything."""
 
     layers: list[str] | None
-    """Patterns of layers' names: ``layers.3*``, ``(root)``."""
+    """Patterns of layer names: ``layers.3*``, ``(root)``."""
     ranks: list[int] | None
     steps: list[int] | None
     """Steps of the trace."""
 
     def __str__(self) -> str:
-        """Say it in words: ``layers layers.3*; rank 1``."""
+        """Return the filter in words: ``layers layers.3*; rank 1``."""
         parts = [f"layers {', '.join(self.layers)}"] if self.layers is not None else []
         for what, numbers in (("rank", self.ranks), ("step", self.steps)):
             if numbers is not None:
@@ -34,28 +34,28 @@ class Focus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimelineLane:
-    """Spans of one lane by start, column by column: entry *i* of every list is span *i*."""
+    """Spans of one lane sorted by start, stored by column: entry *i* of every list is span *i*."""
 
     lane: str
     """``host`` (what the issuing threads were doing), ``compute``, ``fsdp_copy``, ``all_gather``,
     ``reduce_scatter``, ``all_reduce``, ``other_comm`` or ``memcpy``."""
     start_ns: list[int]
-    """Starts on the timeline's clock; negative where a host runs ahead of the step."""
+    """Starts on the timeline's clock; negative if the host runs ahead of the step."""
     duration_ns: list[int]
     busy_ns: list[int]
-    """Time within the span in which something ran: less than its length where small gaps are folded in."""
+    """Busy time within the span, which is less than its length if small gaps are folded in."""
     count: list[int]
     """Kernels, copies or collectives in the span."""
     layer: list[int]
-    """Index in :attr:`StepTimeline.layers`; of a folded span that of its longest part."""
+    """Index in :attr:`StepTimeline.layers`; for a folded span, that of its longest part."""
     phase: list[int]
     """Index in :attr:`StepTimeline.phases`."""
     name: list[int]
-    """Index in :attr:`StepTimeline.names`: kernel, activity or collective; the longest of a folded span."""
+    """Index in :attr:`StepTimeline.names`: kernel, activity or collective; for a folded span, the longest."""
     payload_bytes: list[int | None] = field(default_factory=list)
     """Payload of collectives; empty in the other lanes."""
     peer_wait_ns: list[int | None] = field(default_factory=list)
-    """Of collectives: part of the duration in which the last rank had not come; null where unknown."""
+    """For collectives: part of the duration spent waiting for the last rank; null if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ class TimelineStall:
     """Start of the collective."""
     end_ns: int
     needed_ns: int
-    """Time at which the compute stream had nothing left to do but wait."""
+    """Time from which the compute stream had nothing to do but wait."""
     stall_ns: int
     cause: LateCause | None
 
@@ -83,32 +83,32 @@ class RankTimeline:
     """Start of its step window, on the timeline's clock."""
     duration_ns: int
     lanes: list[TimelineLane]
-    """Lanes that hold something, from top to bottom."""
+    """Lanes with spans, from top to bottom."""
     stalls: list[TimelineStall]
-    """Longest first."""
+    """Waits, longest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimeline:
-    """A typical step: of those on most ranks the one of median duration."""
+    """A typical step: the one of median duration among those recorded on most ranks."""
 
     step: int
     duration_ns: int
     """From the beginning of the earliest step window, 0 on the timeline's clock, to the latest span."""
     aligned: bool
-    """Whether all ranks are on one clock; else each begins where its own step does."""
+    """Whether all ranks are on one clock; otherwise each rank begins at its own step."""
     resolution_ns: int
-    """Spans of one layer and phase closer than this are one; 0 where nothing is folded."""
+    """Spans of one layer and phase closer than this are merged; 0 if nothing is folded."""
     layers: list[str | None]
     """FSDP modules; the empty string is the root; null: outside every module."""
     phases: list[str]
     names: list[str]
     ranks: list[RankTimeline]
     ranks_left_out: int
-    """Ranks left out beyond 64: those that cause no wait and take the least time."""
+    """Number of ranks left out beyond 64: those that cause no wait and take the least time."""
     stalls_left_out: int
-    """Waits left out: the shortest ones."""
+    """Number of waits left out, the shortest ones."""
     compute_frac: list[float] = field(default_factory=list)
-    """Part of each of 96 equal slices of the duration in which a rank computes: mean over the ranks."""
+    """Mean fraction of ranks that compute, in each of 96 equal slices of the duration."""
     slice_phases: list[str] = field(default_factory=list)
-    """Phase that most of each slice's computing is for; of one without any that of the slice before."""
+    """Phase of most compute in each slice; a slice without compute has that of the previous one."""

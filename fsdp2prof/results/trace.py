@@ -1,7 +1,5 @@
-"""Result of ``analyze trace``: the step, its communication by layer, and the ranks against each other.
-
-What a trace says of its kernels, of each rank's waiting by layer, and of how bandwidth grows with size.
-"""
+"""Result of ``analyze trace``: the step, its communication by layer, comparison of ranks, kernels, each
+rank's waiting by layer, and bandwidth by size."""
 
 from __future__ import annotations
 
@@ -40,19 +38,19 @@ class KernelRow:
     """Kernels (host-only: operators) of one name: means per rank and step."""
 
     name: str | None
-    """Of the function, without namespaces, template arguments and parameters; null: the rest."""
+    """Function name without namespaces, template arguments and parameters; null: the remaining kernels."""
     kind: Literal["compute", "fsdp_copy", "memcpy"]
     count: float
     total_ns: float
     mean_ns: float
-    """Of one of them."""
+    """Mean duration of one call."""
     step_frac: float | None
-    """Of the step; several streams may run at once, so these need not sum to less than 1."""
+    """Fraction of the step; several streams run at once, so fractions can sum to more than 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorRow:
-    """Matrix products or attention of the same inputs, with their rates.
+    """Matrix products or attention with the same inputs, and their rates.
 
     Counts and times are means per rank and step.
     """
@@ -60,26 +58,26 @@ class OperatorRow:
     name: str
     """Operator: ``aten::mm``, ..."""
     shapes: str
-    """Of its tensors: ``8192x4096 , 4096x14336``."""
+    """Shapes of the tensors: ``8192x4096 , 4096x14336``."""
     dtype: str | None
-    """Null where its tensors differ or it is not recorded."""
+    """Dtype; null if the tensors differ or it was not recorded."""
     count: float
     total_ns: float
     mean_ns: float
-    """Of one call: its kernels' on a device, on a host its own."""
+    """Mean duration of one call: of its kernels on a device, of the operator on a host."""
     flops: int
-    """Of one call; a multiply-add is two."""
+    """Operations of one call; a multiply-add counts as two."""
     bytes: int | None
-    """Least that one call moves: operands read and results written once; null where the results' dtype is not
-    known."""
+    """Minimum bytes moved by one call: operands read and results written once; null if the results' dtype
+    is unknown."""
     flops_per_s: float
     bytes_per_s: float | None
     of_peak_flops_frac: float | None
-    """Null without ``--hardware``, or in a dtype that it has no peak of."""
+    """Fraction of the device's peak; null without ``--hardware``, or for a dtype without a peak."""
     of_peak_bytes_frac: float | None
     roof_frac: float | None
-    """``flops_per_s`` over what the device could reach at this intensity: the least of its peak and of
-    ``flops / bytes`` times its memory's bandwidth."""
+    """``flops_per_s`` as a fraction of the roofline: the lower of the device's peak and ``flops / bytes``
+    times its memory bandwidth."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,9 +91,9 @@ class LayerWait:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BandwidthFit:
-    """Time of a collective as latency plus wire bytes over a rate, fitted over the sizes that ran.
+    """Fit of a collective's time: latency plus wire bytes over a rate.
 
-    Least squares of relative errors over the medians of at least three sizes; only where waits are known.
+    Least squares of relative errors over the medians of at least three sizes; only if waits are known.
     """
 
     op: str
@@ -105,11 +103,11 @@ class BandwidthFit:
     sizes: int
     latency_ns: float
     bytes_per_s: float
-    """Busbw that large ones approach."""
+    """Bus bandwidth that large collectives approach."""
     knee_bytes: float
-    """Payload whose busbw is half of that: below it latency decides."""
+    """Payload with half of that bus bandwidth; latency dominates smaller ones."""
     error_frac: float
-    """Largest relative error of a size's time."""
+    """Largest relative error over the sizes."""
 
 
 TRACE_SCHEMA = "fsdp2prof.trace/1"
@@ -125,29 +123,29 @@ class RankTrace:
     steps: list[StepBreakdown]
     communication: Communication
     source: str
-    """File it came from."""
+    """Path of the trace."""
     state: str | None = None
-    """The recorder's word on this rank: complete, partial, crashed; null for foreign traces."""
+    """State in the rank's manifest: complete, partial, crashed; null without a manifest."""
     throughput: Throughput | None = None
     unrecorded_step: UnrecordedStep | None = None
-    """Of this rank; null for foreign traces."""
+    """Unrecorded steps of this rank; null without a manifest."""
     incomplete_steps: list[IncompleteStep] = field(default_factory=list)
-    """Steps that miss records of the device; ``steps`` holds them only where they were asked for."""
+    """Steps with missing device records; ``steps`` contains them only if requested."""
 
     paces: list[LayerPace] | None = None
-    """Of layers in a recording whose window is the capture, cut anywhere; empty without FSDP labels. Null
-    where the windows are steps or complete passes."""
+    """Intervals between forwards of repeated layers, in a recording whose window is an arbitrary capture;
+    empty without FSDP labels. Null if the windows are steps or complete passes."""
 
     @property
     def misses_records(self) -> bool:
-        """Whether an analysed step is incomplete, so that nothing may be concluded from it."""
+        """Whether an analysed step is incomplete, so that no conclusion can be drawn."""
         analysed = {step.step for step in self.steps}
         return any(one.step in analysed for one in self.incomplete_steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostSyncRow:
-    """Calls by which a rank's host waited for its device inside its steps, by where they were made."""
+    """Calls with which a rank's host waited for its device inside steps, by call site."""
 
     rank: int
     fqn: str | None
@@ -155,16 +153,16 @@ class HostSyncRow:
     call: str
     """Runtime call: ``cudaStreamSynchronize``, ..."""
     operator: str | None
-    """Operator that made it, ``aten::item`` for instance; null when none did or the trace does not say."""
+    """Operator that made the call, for instance ``aten::item``; null if there is none or it is unknown."""
     count: int
     blocked_ns: int
     site: str | None = None
-    """Python line at which most of this time was spent; null where none was seen."""
+    """Python line with most of this time; null if no line was sampled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostSyncPlace:
-    """The same over all ranks: means per rank and step."""
+    """Host waits over all ranks: means per rank and step."""
 
     fqn: str | None
     phase: str
@@ -178,70 +176,71 @@ class HostSyncPlace:
 class TraceAnalysis(Shown):
     """Result of ``analyze trace``.
 
-    ``ranks``, ``groups``, ``prefetch`` and ``host_syncs`` hold each rank and step; what is made of them for
-    people (means, layers, repeated layers folded, sentences) is beside them.
+    ``ranks``, ``groups``, ``prefetch`` and ``host_syncs`` have every rank and step; the other fields are
+    derived from them (means, layers, folded layers, sentences).
     """
 
     schema: str = TRACE_SCHEMA
     verdict: list[str] = field(default_factory=list)
-    """At most three sentences: what bounds the step, the most expensive layer and operation, what to try."""
+    """At most three sentences: the bottleneck of the step, the layer and operation with the largest loss,
+    the change to try."""
     unrecorded_step: UnrecordedStep | None = None
-    """Over all ranks of the run; null for foreign traces, runs without such steps, and a host that runs
-    ahead."""
+    """Unrecorded steps over all ranks; null without a manifest or such steps, and if the host runs ahead."""
     host_runs_ahead: bool = False
-    """In unrecorded steps the host took less time than the device computes in a traced one: its clock does
-    not show how long a step takes, and the device does not wait for it."""
+    """Whether the host took less time in unrecorded steps than the device computes in a traced one: then
+    its clock does not show the step time, and the device does not wait for it."""
     rehearsed: bool = False
-    """Recorded by ``rehearse``: collectives moved nothing, and how long they took means nothing."""
+    """Whether the run is a rehearsal: collectives moved nothing, and their durations are meaningless."""
     totals: TraceTotals = field(default_factory=TraceTotals)
     ranks: list[RankTrace]
     by_rank: list[RankMeans] = field(default_factory=list)
-    """Ranks that have steps, in order."""
+    """Mean step of each rank that has steps, in order of rank."""
     groups: list[GroupRow]
     by_layer: list[LayerRow] = field(default_factory=list)
-    """Worst exposed first."""
+    """Communication by layer, most exposed first."""
     by_layer_folded: list[LayerRow] = field(default_factory=list)
-    """The same with alike layers folded; one much worse than its siblings keeps a row of its own."""
+    """Communication by layer, with similar layers folded; one much worse than its siblings has its own
+    row."""
     by_layer_and_kind: list[LayerRow] = field(default_factory=list)
-    """Folded rows of each kind of steps apart (models updated in turns); empty where all steps are alike."""
+    """Folded rows for each kind of step (models updated alternately); empty if all steps are alike."""
     layers: list[LayerTotal] = field(default_factory=list)
-    """In the order of their names."""
+    """Layers in the order of their names."""
     attribution: Attribution
     cross_rank: CrossRank
     findings: list[Finding]
     advice: list[str] = field(default_factory=list)
-    """Notes: how long an unrecorded step takes, and what the recording cannot show."""
+    """Notes: the unrecorded step time, and the limits of the recording."""
     warnings: list[str]
     prefetch: list[PrefetchRow] = field(default_factory=list)
     late: list[LateRow] = field(default_factory=list)
-    """Longest wait first, those in time last."""
+    """Collectives by layer and cause, longest wait first, those in time last."""
     late_folded: list[LateRow] = field(default_factory=list)
-    """The same with alike layers folded."""
+    """The same rows with similar layers folded."""
     bandwidth: list[BandwidthRow] = field(default_factory=list)
-    """Most bytes first."""
+    """Bandwidth by size and group, most bytes first."""
     host_syncs: list[HostSyncRow] = field(default_factory=list)
-    """The longest blocked first."""
+    """Host waits, longest blocked first."""
     host_sync_places: list[HostSyncPlace] = field(default_factory=list)
-    """The longest blocked first."""
+    """Host waits by call site, longest blocked first."""
     what_if: list[WhatIfChange] = field(default_factory=list)
-    """Single changes, tried on the recording, the most gained first; empty where none were."""
+    """Single changes replayed on the recording, largest gain first; empty if none were replayed."""
     timeline: StepTimeline | None = None
-    """One typical step; null where no step was analysed."""
+    """Timeline of a typical step; null if no step was analysed."""
     kernels: list[KernelRow] = field(default_factory=list)
-    """The 40 names with the most time, then the remainder of each kind."""
+    """The 40 kernel names with the most time, then the remainder of each kind."""
     arrivals: list[LateRow] = field(default_factory=list)
-    """The same whatever the cause, by phase, op and layer; the cause is that of the longest wait."""
+    """Late collectives by phase, op and layer regardless of cause; the cause is that of the longest wait."""
     layer_waits: list[LayerWait] = field(default_factory=list)
-    """By rank and layer."""
+    """Waiting by rank and layer."""
     bandwidth_fits: list[BandwidthFit] = field(default_factory=list)
-    """Of collectives that ran in three sizes or more."""
+    """Fits for collectives with three or more sizes."""
     operators: list[OperatorRow] = field(default_factory=list)
-    """The 60 products and attentions by shape that take longest; empty without recorded shapes."""
+    """The 60 matrix products and attentions by shape with the most time; empty without recorded shapes."""
     peak_memory_bytes_per_s: float | None = None
-    """Of one device, for ``operators``; null without ``--hardware``."""
+    """Memory bandwidth of one device, for ``operators``; null without ``--hardware``."""
     peak_flops_per_s: dict[str, float] = field(default_factory=dict)
-    """The same by dtype; empty without ``--hardware``."""
+    """Peak of one device by dtype; empty without ``--hardware``."""
     focus: Focus | None = None
-    """What is left of all that was analysed; null is all of it."""
+    """Filter of the shown part; null shows all."""
     ledger: Ledger | None = None
-    """Where all time of the traced steps went, by cause; null without steps and in a rehearsal."""
+    """All time of the traced steps by cause; null without steps and in a rehearsal."""

@@ -1,4 +1,4 @@
-"""Result of ``try``: FSDP2 settings measured in the running training."""
+"""Result of ``try``: FSDP2 settings measured in a running training."""
 
 from __future__ import annotations
 
@@ -10,38 +10,41 @@ from fsdp2prof.results.shown import Shown
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TriedChange:
-    """One candidate beside the script's own settings."""
+    """One candidate, compared with the script's own settings."""
 
     change: str
-    """As it is written on the command line: ``reshard=never``."""
+    """Candidate as on the command line: ``reshard=never``."""
     outcome: Literal["faster", "slower", "not_distinguishable"]
-    """``not_distinguishable``: the interval of 95 % holds zero, or fewer than six rounds were measured."""
+    """``faster``, ``slower``, or ``not_distinguishable``: the 95 % interval contains zero, or fewer than
+    six rounds were measured."""
     gained_ns: float | None
-    """Median over rounds: the script's step less the candidate's. Negative is lost; null without a round."""
+    """Median over rounds of the script's step minus the candidate's; negative is a loss; null without a
+    round."""
     low_ns: float | None
-    """Lower end of the confidence interval of 95 % of ``gained_ns`` (bootstrap over rounds)."""
+    """Lower end of the 95 % confidence interval of ``gained_ns`` (bootstrap over rounds)."""
     high_ns: float | None
-    """Upper end."""
+    """Upper end of the confidence interval."""
     gained_frac: float | None
-    """``gained_ns`` over the median step with the script's settings."""
+    """``gained_ns`` as a fraction of the median step with the script's settings."""
     rounds: int
-    """Pairs of blocks that the gain is the median of."""
+    """Number of pairs of blocks of which the gain is the median."""
     predicted_ns: float | None
-    """Gain that ``whatif`` predicts from recorded steps with the script's settings; null where it cannot."""
+    """Gain that ``whatif`` predicts from recorded steps with the script's settings; null if it cannot."""
     least_predicted_ns: float | None = None
-    """Predicted for the recorded step that gains least; null with a single step."""
+    """Lowest prediction from a single recorded step; null with one step."""
     most_predicted_ns: float | None = None
-    """Predicted for the recorded step that gains most."""
+    """Highest prediction from a single recorded step."""
     predicted_reason: str | None
-    """Why there is no prediction; null where there is one."""
+    """Reason why there is no prediction; null if there is one."""
     peak_bytes: int | None
-    """Peak of the fullest rank in the candidate's recorded step of memory; null without that recording."""
+    """Highest peak of any rank in the candidate's recorded memory step; null without that recording."""
     added_bytes: int | None
-    """``peak_bytes`` less the peak with the script's settings."""
+    """``peak_bytes`` minus the peak with the script's settings."""
     recording: int | None
-    """Number of its recording, one traced step and one of memory; null where the training ended first."""
+    """Number of its recording, with one traced step and one memory step; null if the training ended
+    before."""
     lines: list[str] = field(default_factory=list)
-    """Lines of Python that make the change in a script whose root module is ``model``."""
+    """Python lines that make the change in a script whose root module is ``model``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,18 +67,18 @@ class TrialResult(Shown):
     """Ranks whose steps were timed."""
     seed: int
     clock: Literal["host", "device"]
-    """What ends a step: the host's boundary or the compute stream's."""
+    """Clock of the step ends: the host's or the compute stream's."""
     step_ns: float | None
-    """Median timed step with the script's own settings; null where none was timed."""
+    """Median timed step with the script's own settings; null if none was timed."""
     peak_bytes: int | None
-    """Peak of the fullest rank with the script's own settings; null without that recording."""
+    """Highest peak of any rank with the script's own settings; null without that recording."""
     tried: list[TriedChange]
-    """The largest gain first, then those without a measurement."""
+    """Candidates, largest gain first, then those without a measurement."""
     left_out: list[UntriedChange]
     rounds: int
-    """Rounds in which every candidate had a block."""
+    """Number of rounds in which every candidate had a block."""
     ended: str | None
-    """Why the trial ended; null where the training ended first."""
+    """Reason why the trial ended; null if the training ended first."""
     restored: bool
-    """Whether the script's own settings were back before the training ended."""
+    """Whether the script's own settings were restored before the training ended."""
     warnings: list[str]

@@ -1,4 +1,4 @@
-"""Result of ``watch``: how a running job does, from the lines that each rank leaves."""
+"""Result of ``watch``: the state of a running job, from the lines that each rank writes."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from fsdp2prof.results.shown import Shown
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WatchedRank:
-    """One rank over the last ``window`` steps; recorded steps are left out where there are others."""
+    """One rank over the last ``window`` steps, without recorded steps if there are others."""
 
     rank: int
     last_step: int
     step_ns: int
-    """Median."""
+    """Median step time."""
     exposed_ns: int | None
     """Median time in FSDP2's waits for communication; null unknown."""
     busy_ns: int | None
-    """Median of the rest of a step: the rank's own time."""
+    """Median step time without these waits: the rank's own time."""
     behind_ns: int | None
-    """What it needs itself beyond the median of ranks (of two the quicker one), step by step: the others wait
-    for it."""
+    """Median over steps of the rank's own time minus that of the median rank (of two ranks, the quicker
+    one), for which the others wait."""
     allocated_peak_bytes: int | None
     reserved_peak_bytes: int | None
     resident_peak_bytes: int | None
     peak_bytes: int | None
-    """The reserved one of a GPU, the resident one of a CPU; so far."""
+    """Peak memory so far: reserved on a GPU, resident on a CPU."""
     growth_bytes: int | None
-    """How much that grew over the window."""
+    """Growth of the peak over the window."""
     retries: int | None
-    """Times the allocator freed its cache to go on, so far."""
+    """Number of times so far that the allocator freed its cache and retried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,21 +50,21 @@ class WatchedRun(Shown):
     """At most three sentences: the step, a slow rank, memory that grows."""
     path: str
     state: str
-    """Of the run, as in ``run.json``."""
+    """State of the run, as in ``run.json``."""
     window: int
-    """Steps that medians are of, at most."""
+    """Maximum number of steps in medians."""
     last_step: int
-    """That every rank has ended."""
+    """Last step that every rank has finished."""
     step_ns: int
-    """Median over ranks and steps."""
+    """Step time: median over ranks and steps."""
     exposed_frac: float | None
-    """Exposed part of ``step_ns``: the median of the ranks' own; null unknown."""
+    """Exposed fraction of ``step_ns``: median over ranks; null if unknown."""
     tokens_per_s: float | None
-    """Of all ranks together; null unless told how many a step has."""
+    """Tokens per second over all ranks; null unless the tokens per step are given."""
     step_spread: int
-    """Steps between the rank that is furthest ahead and the last one."""
+    """Number of steps between the fastest and the slowest rank."""
     ranks: list[WatchedRank]
-    """Those behind most first."""
+    """Ranks, those furthest behind first."""
     steps: list[WatchedTime]
     """The last steps, in order."""
     warnings: list[str]

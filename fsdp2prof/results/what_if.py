@@ -1,4 +1,4 @@
-"""Result of ``whatif``: a recorded run with something changed."""
+"""Result of ``whatif``: replays of a recorded run with changes."""
 
 from __future__ import annotations
 
@@ -9,33 +9,35 @@ from fsdp2prof.results.shown import Shown
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WhatIfChange:
-    """One change, tried on a recorded run."""
+    """One change, replayed on a recorded run."""
 
     change: str
-    """As it is written on the command line: ``forward_prefetch=2``, ``without host_syncs``."""
+    """Change as on the command line: ``forward_prefetch=2``, ``without host_syncs``."""
     what: str
-    """In words."""
+    """The change in words."""
     step_ns: float | None
-    """Mean step with it; null where it does not apply."""
+    """Mean step with the change; null if it does not apply."""
     gained_ns: float | None
-    """Of a step; negative is lost."""
+    """Time saved per step; negative is a loss."""
     least_gained_ns: float | None = None
-    """In the recorded step that gains least; null with a single step, or where the change does not apply."""
+    """Gain in the recorded step that gains least; null with a single step, or if the change does not
+    apply."""
     most_gained_ns: float | None = None
-    """In the recorded step that gains most."""
+    """Gain in the recorded step that gains most."""
     gained_frac: float | None
-    """Of the recorded step."""
+    """Gain as a fraction of the recorded step."""
     memory_bytes: int | None
-    """More memory at the peak of one rank, at most; null is not known."""
+    """Upper bound of the additional peak memory of one rank; null if unknown."""
     reason: str | None
-    """Why it does not apply; null where it does."""
+    """Reason why it does not apply; null if it does."""
     other_hardware: bool = False
-    """Whether it takes faster devices or links: no setting of a training makes it."""
+    """Whether it needs faster devices or links, which no training setting provides."""
     told: bool = False
-    """Whether it is proposed: it keeps the training's results, or is the remedy of a reported loss; of its
-    setting it gains most, as much as a loss that is reported; and its memory is not known to be missing."""
+    """Whether it is proposed: it keeps the training's results or is the remedy of a reported loss; gains
+    most among values of its setting, and as much as a reported loss; and its memory is not known to be
+    missing."""
     assumptions: list[str] = field(default_factory=list)
-    """What it rests on beyond the replay itself."""
+    """Assumptions beyond those of the replay itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +55,7 @@ class WhatIfLayer:
     exposed_before_ns: float
     exposed_after_ns: float
     gained_ns: float
-    """Less exposed time."""
+    """Exposed time saved."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,23 +68,23 @@ class WhatIf(Shown):
     path: str
     ranks: list[int]
     steps: int
-    """Traced steps of all ranks: what means are over."""
+    """Number of traced steps of all ranks, over which means are taken."""
     step_ns: float
     """Mean recorded step."""
     replayed_ns: float
     """Mean step of the replay without a change."""
     replay_error_frac: float
-    """``replayed_ns`` over ``step_ns``, less 1."""
+    """``replayed_ns`` / ``step_ns`` - 1."""
     tried: list[WhatIfChange]
-    """Those that apply, the most gained first, then the others."""
+    """Changes that apply, largest gain first, then the others."""
     shown: str | None
-    """Change that ``breakdown_after_ns`` and ``by_layer`` are of; null if none applies."""
+    """Change to which ``breakdown_after_ns`` and ``by_layer`` belong; null if none applies."""
     breakdown_before_ns: dict[str, float]
     """Part of the recorded step -> mean."""
     breakdown_after_ns: dict[str, float]
-    """The same with the change; empty if none applies."""
+    """Parts of the step with the change; empty if none applies."""
     by_layer: list[WhatIfLayer]
-    """The largest change of exposed time first."""
+    """Collectives, largest change of exposed time first."""
     assumptions: list[str]
-    """Of every replay."""
+    """Assumptions of every replay."""
     warnings: list[str]

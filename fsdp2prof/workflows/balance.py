@@ -39,13 +39,13 @@ def check_balance(
     warnings = list(job.messages)
     if not measured and not job.traces.files:
         raise RunDirectoryError(
-            f"{job.path}: no traces, and no steps of `record --watch` that say how long they waited"
+            f"{job.path}: no traces, and no steps of `record --watch` with their waiting times"
         )
     traced, flops = _traced(job) if job.traces.files else ({}, [])
     if not measured:
         measured, measured_on = traced, "traced"
     dealt: Mapping[int, list[StepTokens]] = {}
-    assumptions = ["a rank's own work is what of a step it does not wait for communication"]
+    assumptions = ["a rank's own work is its step time without waiting for communication"]
     documents = 0
     if lengths is not None:
         read = read_lengths(lengths)
@@ -65,7 +65,7 @@ def check_balance(
         assumptions += [
             f"step 0 takes the first {of_step:,} documents; document i goes to rank i mod {ranks} "
             "(DistributedSampler, not shuffled)",
-            f"{micro_batches} x {batch_size} documents a step and rank",
+            f"{micro_batches} x {batch_size} documents per step and rank",
             "padded to the longest of a micro-batch" if seq_len is None else f"padded to {seq_len:,} tokens",
         ]
     return judge(
@@ -129,10 +129,10 @@ def _data_ranks(job: JobFiles, ranks: list[int]) -> int:
     sharing = next((dims for one in manifests if (dims := _sharing(one))), None)
     if sharing is not None:
         raise InputError(
-            f"{job.path}: ranks along {sharing} read the same documents: lengths cannot be dealt out to ranks"
+            f"{job.path}: ranks along {sharing} read the same documents: --lengths does not support this"
         )
     if ranks != list(range(world)):
-        raise InputError(f"{job.path}: {len(ranks)} of {world} ranks were measured: lengths need all")
+        raise InputError(f"{job.path}: {len(ranks)} of {world} ranks were measured: --lengths needs all")
     return world
 
 

@@ -52,7 +52,7 @@ def _read_stacks(files: Sequence[Path]) -> tuple[list[RankStacks], list[str]]:
         rank = _named_rank(file)
         if rank is None:
             warnings.append(
-                f"left out: {file}: stacks of a rank that its name does not say; rename it to "
+                f"left out: {file}: stacks without a rank in the file name; rename it to "
                 "end in the rank, like stacks_3"
             )
         elif rank not in found or found[rank].stat().st_mtime_ns < file.stat().st_mtime_ns:
@@ -61,7 +61,7 @@ def _read_stacks(files: Sequence[Path]) -> tuple[list[RankStacks], list[str]]:
 
 
 def _read_dumps(root: Path, files: Sequence[Path], *, needed: bool) -> tuple[list[FlightDump], list[str]]:
-    nothing = f"{root}: no Flight Recorder dump, no log of a timeout and no stacks of a rank in it"
+    nothing = f"{root}: contains no Flight Recorder dump, log of a timeout or stacks of a rank"
     if root.is_file() and not looks_like_watchdog(root):
         if needed and not looks_like_dump(root):
             raise FlightRecorderError(nothing)

@@ -30,7 +30,7 @@ def watch_run(path: Path, *, window: int, tokens_per_step: int | None = None) ->
             warnings.append(f"rank {record.rank}: no step yet")
     if not steps:
         why = "no rank has completed a step yet" if run.info.options.watch else "start it with record --watch"
-        raise RunDirectoryError(f"{path}: no steps to watch: {why}")
+        raise RunDirectoryError(f"{path}: nothing to watch: {why}")
     return watch_steps(
         steps,
         path=str(path),

@@ -46,7 +46,7 @@ def test_a_failure_is_said_once_everywhere_and_costs_its_part_alone(
     assert messages == [said, "writing the manifest failed at step 7: no such field"]
     assert undone == ["trace"]
     first, _ = capsys.readouterr().err.splitlines()
-    assert first == f"fsdp2prof: rank 0: {said}; it is off, the training goes on"
+    assert first == f"fsdp2prof: rank 0: {said}; it is switched off, the training continues"
     assert "in broken" in (tmp_path / "errors.txt").read_text()
 
 
@@ -190,7 +190,7 @@ def test_a_run_directory_that_was_removed_is_said_once(tmp_path: Path, capsys: p
     for part in ("memory", "trace", "manifest"):
         made.run(part, (tmp_path / "removed" / "file").write_text, "")
     assert capsys.readouterr().err == (
-        "fsdp2prof: rank 0: the run directory was removed: nothing more is recorded, the training goes on\n"
+        "fsdp2prof: rank 0: the run directory was removed: recording stops, the training continues\n"
     )
     assert made.is_off("trace")
 

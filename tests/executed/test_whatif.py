@@ -123,7 +123,7 @@ def test_one_unit_for_each_block_gains_at_least_what_is_said(tmp_path: Path) -> 
     assert truth <= result.tried[0].step_ns <= 1.1 * truth
     assert result.tried[0].step_ns < 0.85 * result.replayed_ns
     assert result.tried[0].memory_bytes == 2 * 4_000_000 * 4
-    with pytest.raises(InputError, match="every block is one FSDP unit already"):
+    with pytest.raises(InputError, match="every block is already one FSDP unit"):
         tried(tmp_path / "coarse", "wrap=blocks")
 
 
@@ -239,7 +239,7 @@ def test_of_two_late_ranks_only_both_together_give_the_time_back(tmp_path: Path)
     unneeded = rows["without host_syncs"]
     assert (unneeded.gained_ns, unneeded.reason) == (
         None,
-        "no call of this run synchronizes the host with the device",
+        "no call in this run synchronizes the host with the device",
     )
 
 
@@ -257,7 +257,7 @@ def test_without_the_data_loader_ranks_step_as_if_batches_were_there(tmp_path: P
     assert found.evidence["rank"] == 0
     gained = result.tried[0].gained_ns or 0.0
     assert 0.5 * gained < found.evidence["cost_ns_per_step"] <= gained + 40_003  # type: ignore[operator]
-    with pytest.raises(InputError, match="no step of this run gets a batch"):
+    with pytest.raises(InputError, match="no step in this run gets a batch"):
         tried(traces(tmp_path / "none", schedule(layers)), without=("data_loader",))
 
 
@@ -289,8 +289,8 @@ def test_every_single_change_is_ranked_by_what_it_gains_and_the_others_say_why_n
     for row in result.tried:
         assert (row.step_ns is None) == (row.reason is not None)
     refused = {row.change: row.reason for row in result.tried if row.reason}
-    assert refused["reshard=default"] == "the run does so already"
-    assert "no call of this run synchronizes the host" in refused["without host_syncs"]
+    assert refused["reshard=default"] == "the run already does this"
+    assert "no call in this run synchronizes the host" in refused["without host_syncs"]
 
 
 def test_the_verdict_is_about_what_a_script_can_change(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_the_ledger_says_what_its_remedies_gained_on_the_recording(tmp_path: Pat
     assert sync.remedy.gain_ns == row.gained_ns
     assert row.told, "terminal, page and JSON propose it alike"
     assert analysis.ledger.entries[0].id == "host_sync", "what gains most comes first"
-    assert "By replay of this recording it saves" in analysis.verdict[1]
+    assert "In a replay of this recording, this saves" in analysis.verdict[1]
 
 
 def test_latency_is_where_the_line_through_two_sizes_meets_no_size() -> None:
@@ -355,7 +355,7 @@ def test_what_cannot_be_left_out_is_refused(text: str) -> None:
 
 def test_a_given_change_that_does_not_apply_is_an_error_that_says_why(tmp_path: Path) -> None:
     base = traces(tmp_path / "base", schedule(transformer(3)))
-    with pytest.raises(InputError, match="reshard=default: the run does so already"):
+    with pytest.raises(InputError, match="reshard=default: the run already does this"):
         tried(base, "reshard=default")
     with pytest.raises(InputError, match="the trace of another rank"):
         tried(base, without=("straggler:0",))

@@ -298,7 +298,7 @@ def test_a_short_run_of_chosen_ranks_is_partial(tmp_path):
     command = [*TORCHRUN, "--nproc-per-node", 2, SCRIPTS / "never_reshard.py", "--steps", 3]
     done = record(run, *command, options=["--ranks", "1"])
     assert done.returncode == 0, done.stderr
-    assert "schedule cut short: only 3 of 6 steps ran" in done.stderr
+    assert "schedule incomplete: only 3 of 6 steps ran" in done.stderr
     opened = open_run(run)
     assert opened.info.state == "partial"
     left_out, chosen = opened.ranks
@@ -333,9 +333,7 @@ def test_an_isolated_interpreter_is_named_with_the_remedy(tmp_path):
     command = [*TORCHRUN, "--nproc-per-node", 1, "--no-python", sys.executable, "-I", TINY, "--steps", 1]
     done = record(run, *command)
     assert done.returncode == 0, done.stderr
-    expected = (
-        "rank 0: no sign of life: it runs `python -I`, which leaves the recorder out; start it without -I"
-    )
+    expected = "rank 0: the recorder did not start: `python -I` disables it; start the rank without -I"
     assert f"fsdp2prof: {expected}" in done.stderr.splitlines()
     assert open_run(run).info.state == "partial"
     assert expected in open_run(run).info.messages
@@ -367,7 +365,7 @@ def test_another_wrapper_is_named(tmp_path, wrapper, name):
     done = record(tmp_path / "run", sys.executable, SCRIPTS / "other_wrappers.py", wrapper, env=one_rank())
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("loss ")
-    expected = f"fsdp2prof: this training wraps with {name}, not fully_shard: nothing was recorded"
+    expected = f"fsdp2prof: this training uses {name}, not fully_shard: nothing was recorded"
     assert expected in done.stderr.splitlines()
 
 

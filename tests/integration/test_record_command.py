@@ -46,7 +46,7 @@ def test_a_command_without_fully_shard_is_told_so(tmp_path):
 
 def test_no_sign_of_life_at_all(tmp_path):
     done = record(tmp_path / "run", "true")
-    assert "no process showed a sign of life; possible causes: python -I, -E or -S" in done.stderr
+    assert "the recorder started in no process; possible causes: python -I, -E or -S" in done.stderr
 
 
 @pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGKILL", "SIGABRT"])

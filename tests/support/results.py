@@ -247,7 +247,7 @@ def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
         warnings=[],
         key_figures=figures,
         verdict=[
-            "The fullest of 2 ranks, rank 0, peaks at 100.0 MiB.",
+            "Rank 0, the highest of 2 ranks, peaks at 100.0 MiB.",
             f"The peak is in backward of `{layer}`, step 5; it holds sharded parameters 40.0 MiB (40.0%), "
             "optimizer state 30.0 MiB (30.0%), activations 20.0 MiB (20.0%).",
         ],

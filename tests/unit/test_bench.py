@@ -79,7 +79,7 @@ def test_nothing_is_said_of_sizes_beyond_the_largest_that_was_measured() -> None
     """By the fit latency is half of the time at 260 KiB; nothing that large ran."""
     small = [collective("all_gather", size) for size in (4 << 10, 8 << 10)]
     verdict = bench_result(msgspec.structs.replace(measured(), collectives=small)).verdict[0]
-    assert "latency-bound up to the largest that was measured (8.00 KiB)" in verdict
+    assert "latency-bound up to the largest measured size (8.00 KiB)" in verdict
 
 
 def test_rates_have_the_unit_of_what_was_counted() -> None:

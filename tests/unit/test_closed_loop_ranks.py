@@ -65,7 +65,7 @@ def test_a_late_step_is_unexplained_once_and_then_the_host(tmp_path: Path) -> No
     causes = {(worst.rank, worst.fqn, worst.kind): worst.cause for worst in found.stragglers[:2]}
     assert causes == {
         (2, "", "unknown"): "it was late when the recording began",
-        (2, "", "host"): "its host launched nothing for longer than on its peers",
+        (2, "", "host"): "its host launched nothing for longer than the other hosts",
     }
 
 

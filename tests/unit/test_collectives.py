@@ -434,9 +434,7 @@ def test_a_graphs_collectives_have_no_layer_of_their_own() -> None:
     trace.rows[-1]["correlation"] = 77
     tables = rank_tables(trace.build())
     assert tables.collectives.table.issue_ns.tolist() == [300]
-    assert tables.collectives.reason.to_list() == [
-        "launched by a CUDA graph, inside which no label is recorded"
-    ]
+    assert tables.collectives.reason.to_list() == ["launched by a CUDA graph, which records no labels"]
 
 
 def test_host_collectives_beside_a_device_are_named() -> None:
@@ -444,7 +442,7 @@ def test_host_collectives_beside_a_device_are_named() -> None:
     trace.device("gemm", 100, 180, launch=30)
     trace.host("gloo:barrier", 200, 210, "user_annotation", WORKER)
     assert rank_tables(trace.build()).warnings == [
-        "hand.json: 1 collectives ran on the host (gloo); the device's account leaves them out"
+        "hand.json: 1 collectives ran on the host (gloo); the device breakdown excludes them"
     ]
 
 
@@ -499,8 +497,7 @@ def test_unknown_kernels_beside_communication_only_are_named() -> None:
     tables = rank_tables(moe_trace(("void shiny::exchange<8>(int)", 310, 350)).build())
     (warning,) = tables.warnings
     assert warning == (
-        "hand.json: 1 kernel on stream 20 runs beside communication only and is counted as compute: "
-        "exchange (40 ns)"
+        "hand.json: 1 kernel on communication stream 20 is counted as compute: exchange (40 ns)"
     )
 
 

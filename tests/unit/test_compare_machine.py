@@ -149,7 +149,7 @@ def run_of(*durations_ms: float, use: ProcessorUse | None = None) -> RunSummary:
 QUIET = ProcessorUse(wait_frac=0.01, others_frac=0.05)
 BUSY = ProcessorUse(wait_frac=0.4, others_frac=0.6)
 CROWDED = ProcessorUse(wait_frac=0.4, others_frac=0.05)
-"""Its ranks wait for one another: too many threads."""
+"""Its ranks wait for each other: too many threads."""
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,8 @@ def test_how_long_ranks_wait_for_a_processor_is_said_once() -> None:
         )
         assert (comparison.machine_changed is None) == warned
         assert [line for line in comparison.warnings if "the host was busy" in line] == [
-            f"{side}: the host was busy, its ranks waited 45.0% of a step for a CPU core; the machine may "
-            "explain a change of step time"
+            f"{side}: the host was busy; its ranks waited 45.0% of a step for a CPU core, which may explain "
+            "a change of step time"
             for side in ("a", "b")
             if warned
         ]

@@ -83,7 +83,7 @@ def test_the_device_is_in_the_verdict_and_the_figures_where_it_is_known() -> Non
     )
     first = memory_verdict(analysis.ranks, figures)[0]
     assert first == (
-        "The fullest of 2 ranks, rank 0, peaks at 100.0 MiB, with 300.0 MiB reserved, 75.0% of its 400.0 MiB "
+        "Rank 0, the highest of 2 ranks, peaks at 100.0 MiB, with 300.0 MiB reserved, 75.0% of its 400.0 MiB "
         "device."
     )
     numbers = build(replace(analysis, key_figures=figures)).numbers
@@ -126,7 +126,7 @@ def test_out_of_memory_comes_first_with_what_would_help() -> None:
         "Rank 0 ran out of memory in forward of the root module: `aten::empty` asked for 6.00 MiB with "
         "100.0 MiB allocated and 4.00 MiB left on the device, 2.00 MiB too little."
     )
-    assert analysis.verdict[-1] == "This alone would have let it fit: chunked loss (up to 5.00 MiB)."
+    assert analysis.verdict[-1] == "This change alone would have made it fit: chunked loss (up to 5.00 MiB)."
     assert " ".join(row_of(text, "request")) == "request 6.00 MiB by aten::empty at me/train.py:7:loss"
     assert row_of(text, "missing") == ["missing", "2.00", "MiB"]
     assert row_of(text, "chunked loss") == ["chunked", "loss", "5.00", "MiB", "yes", "in", "chunks"]
@@ -184,7 +184,8 @@ def test_another_peak_nearly_as_high_limits_what_is_gained() -> None:
     ]
     assert memory_advice([replace(rank, peak=replace(rank.peak, others=others))]) == [
         "Unsharded at the peak: `layers.0`.",
-        "Memory is almost as high in forward of the root module: lowering one alone saves only 3.00 MiB.",
+        "Memory is almost as high in forward of the root module: lowering only one of them saves only "
+        "3.00 MiB.",
     ]
 
 

@@ -149,7 +149,7 @@ def test_ranks_are_told_apart_by_waiting_and_reason() -> None:
         analysis.cross_rank, wait_ns={"0": 3 * MS, "1": 0}, wait_caused_ns={"1": 3 * MS}, stragglers=[reason]
     )
     text = text_of(summarise(replace(analysis, cross_rank=cross)))
-    assert row_of(text.split("Waiting for one another")[1], "1 ") == ["1", "3.00", "ms", "0", "ns"]
+    assert row_of(text.split("Waiting for each other")[1], "1 ") == ["1", "3.00", "ms", "0", "ns"]
     assert "3.00 ms  2  its host paused" in text
 
 

@@ -469,7 +469,7 @@ def test_steps_of_several_kinds_are_told(tmp_path: Path) -> None:
     said = (
         rf"{rest} reduce gradients of `layers.2` and 1 more layer \(\S+ ms each\), step {first} of no others"
     )
-    assert re.search(f"The steps are of 2 kinds: {said}", turns.message)
+    assert re.search(f"There are 2 kinds of steps: {said}", turns.message)
     assert f"--steps {first}." in turns.change
     assert (turns.evidence["kinds"], turns.severity) == (2, "low")
     gathers = sum(r.count for r in analysis.groups if r.op == "all_gather" and (r.rank, r.step) == (0, first))

@@ -139,13 +139,13 @@ def test_the_critical_path_of_a_gpu_bound_step(tmp_path: Path, prefix: str) -> N
     assert sum(row.duration_frac for row in path.rows) == pytest.approx(1)
     assert path.duration_ns <= 1_000_000
     assert "compute." in path.verdict[0]
-    assert "`second_kernel` (compute): 300.0 us in 1 piece" in path.verdict[1]
+    assert "`second_kernel` (compute): 300.0 us in 1 segment" in path.verdict[1]
 
 
 def test_the_critical_path_says_when_synchronisations_are_missing(tmp_path: Path) -> None:
     events = [event for event in two_kernels() if event["cat"] != "cuda_sync"]
     (warning,) = critical_path(trace_of(tmp_path, events)).warnings
-    assert "no CUDA synchronisation events" in warning
+    assert "no CUDA synchronization events" in warning
 
 
 def test_a_diff_counts_and_times_by_name(tmp_path: Path) -> None:

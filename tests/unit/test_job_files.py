@@ -76,7 +76,7 @@ def test_the_order_is_a_guess_that_is_said(tmp_path: Path) -> None:
     found = find_traces(tmp_path)
     assert named(found, tmp_path) == {0: "node_a.json", 1: "rank1.json", 2: "node_b.json"}
     assert len(found.warnings) == 2
-    assert "node_a.json does not say its rank: taken as rank 0" in found.warnings[0]
+    assert "node_a.json has no rank in its name: assumed to be rank 0" in found.warnings[0]
 
 
 def test_of_two_traces_of_a_rank_the_last_is_read(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_with_too_few_steps_nobody_is_accused_and_the_missing_steps_are_named() 
     (found,) = told(compared([[[0, 9], [1, 0]]] * 3), 2)
     assert found.id == "late_rank_unclear"
     assert (
-        "for rank 1, late in 3 of 3 steps: too few steps to tell a slow rank from coincidence"
+        "for rank 1, late in 3 of 3 steps: too few steps to distinguish a slow rank from coincidence"
         in found.message
     )
     assert "at least 5 steps" in found.change

@@ -295,8 +295,8 @@ def test_a_lowered_clock_and_a_used_up_quota_are_said(tmp_path: Path) -> None:
         for one in analysis(path, msgspec.structs.replace(calm, host_steps=steps)).warnings
     ]
     assert told == [
-        "thermal_slowdown lowered the GPU's clock in steps 4, 5 (NVML): check its cooling and power",
-        "the container's CPU quota was used up for 3.00 ms a step in steps 5, 6: raise its CPU limit",
+        "thermal_slowdown lowered the GPU's clock in steps 4, 5 (NVML): check cooling and power",
+        "the container's CPU quota was exhausted for 3.00 ms a step in steps 5, 6: raise its CPU limit",
     ]
 
 
@@ -304,7 +304,7 @@ def test_a_trace_of_another_torch_is_said(tmp_path: Path) -> None:
     trace = replace(read_trace(spoilt(tmp_path / "trace.json.gz", _nothing)), torch_version="2.9.1")
     for version, told in (
         ("2.9.1", []),
-        ("2.13.0", ["its torch is 2.9.1, the manifest beside it says 2.13.0"]),
+        ("2.13.0", ["its torch is 2.9.1, but the manifest beside it says 2.13.0"]),
     ):
         manifest = RankManifest(rank=0, world_size=4, versions={"torch": version})
         warnings = analyze_trace([(trace, manifest)]).warnings

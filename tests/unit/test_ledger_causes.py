@@ -270,7 +270,7 @@ def test_units_that_are_gathered_again_and_again_are_one_cause() -> None:
     ]
     (first,) = told(ledger_of(gathers, [sharded(gathers=8, forwards=4, evaluations=0)]))
     assert (first.id, first.ns) == ("gathered_repeatedly", 12 * MS)
-    assert "4 units are gathered 8 times a step, where 2 would do" in first.said
+    assert "4 units are gathered 8 times per step, although 2 would suffice" in first.said
 
 
 def test_overlap_hides_no_more_than_its_phase_computes() -> None:
@@ -323,7 +323,7 @@ def at(site: str | None, ms: int, why: str, cause: str = "compute", phase: str =
     return {"cause": cause, "ns": ms * MS, "site": site, "why": why, "phase": phase}
 
 
-@pytest.mark.parametrize(("why", "begins"), [(None, "Load in workers"), ("workers", "Give it more workers")])
+@pytest.mark.parametrize(("why", "begins"), [(None, "Load in workers"), ("workers", "Use more workers")])
 def test_workers_are_proposed_where_there_are_none(why: str | None, begins: str) -> None:
     (first,) = told(ledger_of([{"cause": "data_loader", "ns": 20 * MS, "why": why}]))
     assert first.remedy is not None
@@ -562,7 +562,7 @@ def test_objects_are_to_be_sent_as_tensors() -> None:
     pause = {"cause": "host_pause", "ns": 6 * MS, "site": line, "phase": "other"}
     (first,) = told(ledger_of([gathered, pause], [sharded()], device="cpu"))
     assert first.remedy is not None
-    assert first.remedy.change.startswith("Exchange tensors in place of objects")
+    assert first.remedy.change.startswith("Exchange tensors instead of objects")
     tensors = gathered | {"dtype": "float32"}
     (first,) = told(ledger_of([tensors, pause], [sharded()], device="cpu"))
     assert first.id == "checkpoint_in_step"
@@ -661,7 +661,7 @@ def test_iterators_made_where_nearly_all_waiting_is_are_to_be_made_once(
     ]
     waits = {"cause": "data_loader", "ns": wait_ms * MS, "why": "workers"}
     entries = told(ledger_of([*made, waits], device="cpu"))
-    assert ("A new iterator" in entries[0].said) is named
+    assert ("A new data loader iterator" in entries[0].said) is named
 
 
 @pytest.mark.parametrize(("forwards", "remedy"), [(1, "backward() once"), (2, "set_requires_gradient_sync")])
@@ -764,7 +764,7 @@ def test_a_pause_inside_an_operator_is_not_the_scripts(site: str, named: str) ->
     assert entry.told is bool(named)
     if named:
         assert entry.remedy is not None
-        assert entry.remedy.change.startswith(f"Move the work that the script does {named} out of the step")
+        assert entry.remedy.change.startswith(f"Move the script's work {named} out of the step")
     else:
         assert (entry.remedy, entry.confidence) == (None, "low")
 

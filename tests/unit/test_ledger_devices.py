@@ -154,7 +154,7 @@ def test_a_variable_that_keeps_nccl_from_nvlink_is_named(tmp_path: Path) -> None
     entry = entries(found)["slow_links"]
     assert entry.told
     assert entry.remedy is not None
-    assert entry.remedy.change == "Unset NCCL_P2P_DISABLE=1: it keeps NCCL from NVLink."
+    assert entry.remedy.change == "Unset NCCL_P2P_DISABLE=1: it keeps NCCL from using NVLink."
     assert entry.said.startswith("Inside a host, ")
 
 

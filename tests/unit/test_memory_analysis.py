@@ -439,7 +439,7 @@ def test_out_of_memory_by_hand(tmp_path: Path):
     assert finding.message == (
         "Rank 0 ran out of memory in forward: `aten::log_softmax_int` asked for 4.00 MiB with 26.0 MiB "
         "allocated and 3.00 MiB left on the device, 17.0 MiB too little. "
-        "This alone would have let it fit: expandable segments (up to 22.0 MiB)."
+        "This change alone would have made it fit: expandable segments (up to 22.0 MiB)."
     )
 
 
@@ -533,10 +533,10 @@ def test_two_steps_show_a_leak_if_those_before_left_as_much(first: int, early: i
 @pytest.mark.parametrize(
     ("before", "inside", "tensors", "why"),
     [
-        (700, 300, 0, "no manifest names it"),
-        (700, 300, 1, "not in this manifest"),
-        (700, 300, 2, "the training keeps it itself"),
-        (300, 700, 1, "made where neither a label nor a stack tells"),
+        (700, 300, 0, "no manifest that lists it"),
+        (700, 300, 1, "this manifest does not list"),
+        (700, 300, 2, "The script holds this memory"),
+        (300, 700, 1, "allocated without a label or a stack"),
     ],
 )
 def test_what_is_unattributed_says_why(tmp_path: Path, before: int, inside: int, tensors: int, why: str):

@@ -148,7 +148,7 @@ def test_unknown_free_memory_makes_enough_unknown(tmp_path: Path) -> None:
     assert (oom.device_free_bytes, oom.missing_bytes) == (None, None)
     assert {remedy.enough for remedy in oom.remedies} == {None}
     told = " ".join([analysis.findings[0].message, *analysis.verdict])
-    assert "how much the device had left is unknown" in told
+    assert "the device's free memory is unknown" in told
     assert "The amount needed is unknown" in told
     assert "No single change" not in told
 

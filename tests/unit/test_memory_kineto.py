@@ -84,7 +84,7 @@ def test_missing_free_is_put_before_the_address_is_used_again(tmp_path: Path):
         read_trace(trace(tmp_path / "t.json.gz", memory, [("cpu_op", "a", 1, 1)]))
     )
     assert totals(recording) == [1100, 1030, 1000]
-    assert "(1 put back" in recording.warnings[0]
+    assert "(1 restored" in recording.warnings[0]
 
 
 def test_trace_without_memory_events_is_one_clear_line(tmp_path: Path):

@@ -462,5 +462,5 @@ def test_equal_causes_of_several_communicators_are_one_finding(tmp_path: Path) -
     (finding,) = (one for one in found.findings if one.id == "nccl-socket")
     assert len(found.communicators) == 11
     assert all(one.causes == ["nccl-socket"] for one in found.communicators)
-    assert "So do 10 more communicators." in finding.message
+    assert "The same applies to 10 more communicators." in finding.message
     assert finding.evidence["communicators"] == [one.name for one in found.communicators]

@@ -56,7 +56,7 @@ def test_missing_partial_and_crashed_ranks_are_told(run):
         "1 of 5 ranks left no recording: rank 4",
         "rank 0: crashed: ValueError: x",
         "rank 1: schedule cut short",
-        "rank 2: still running, or killed before it wrote how it ended",
+        "rank 2: still running, or killed before it wrote its outcome",
         "rank 3: manifest.json is missing",
     )
     assert [record.trace is None for record in opened.ranks] == [True, False, True, True]
@@ -226,7 +226,7 @@ def test_messages_name_their_node_unless_they_name_their_rank(run):
     assert open_run(run).messages == (
         "rank 0: cut short",
         "node 1 (b, c): the command ended with exit code 1",
-        "node 2: recorded with other options than node 0 (host-0)",
+        "node 2: recorded with different options from node 0 (host-0)",
     )
     assert open_run(run).info.finished_at is None
 
@@ -237,7 +237,7 @@ def test_a_node_that_has_not_ended_is_named(run):
     for rank in (0, 1):
         make_rank(run, rank, node_rank=rank)
     assert open_run(run).messages == (
-        "the run of node 1 (host-1) has not ended, or was killed before it wrote how it ended",
+        "the run of node 1 (host-1) has not ended, or was killed before it wrote its outcome",
     )
 
 
@@ -247,7 +247,7 @@ def test_without_the_file_of_node_0_the_others_are_read(run):
     make_rank(run, 1, node_rank=1)
     opened = open_run(run)
     assert opened.messages == (
-        "run.json is missing: how the run was started and how it ended is unknown of node 0",
+        "run.json is missing: the command and the outcome of the run are unknown of node 0",
         "1 of 2 ranks left no recording: rank 0",
     )
     assert (opened.info.state, opened.info.command) == ("partial", ["of node 1"])
@@ -260,7 +260,8 @@ def test_a_node_of_an_older_run_is_told(run):
     for rank in (0, 1):
         make_rank(run, rank, node_rank=rank)
     assert open_run(run).messages == (
-        "node 1 (host-1): ended before another node started: part of an older run; record again with -f",
+        "node 1 (host-1): ended before another node started, so it is from an older run; "
+        "record again with -f",
     )
 
 

@@ -160,7 +160,7 @@ def test_many_tiny_units_are_named(units: int, columns: int, named: bool) -> Non
     assert [(one.severity, one.evidence["units"]) for one in fine] == ([("low", 39)] if named else [])
 
 
-@pytest.mark.parametrize(("steps", "said"), [(0, "no rank ended its first step"), (2, "older version")])
+@pytest.mark.parametrize(("steps", "said"), [(0, "no rank finished its first step"), (2, "older version")])
 def test_a_run_that_ended_before_its_first_step_is_not_called_an_old_one(steps: int, said: str) -> None:
     """What no group shards is seen after a step: without one nobody can say."""
     taken = [StepInfo(step=i, start_ns=0, duration_ns=1) for i in range(steps)]

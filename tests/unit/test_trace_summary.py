@@ -180,7 +180,7 @@ def test_who_waited_for_whom_is_data_and_sentences() -> None:
         (2, 20, 0),
     ]
     assert cross.summary == [
-        "8 collectives matched over the ranks by comms id, 2 could not be.",
+        "8 collectives matched across ranks by comms id, 2 could not be.",
         "The others waited 28.0 ms for rank 1, 93.3% of all waiting, and it 0 ns for them; main cause: its "
         "host paused, at `layers.1`.",
     ]
@@ -192,7 +192,7 @@ def test_one_rank_waits_for_nobody() -> None:
     assert alone.cross_rank.summary == []
     unmatched = replace(analysis.cross_rank, match_key=None, matched=0, unmatched=3)
     told = summarise(replace(analysis, cross_rank=unmatched)).cross_rank.summary
-    assert told == ["Collectives could not be matched over the ranks."]
+    assert told == ["Collectives could not be matched across ranks."]
     silent = replace(unmatched, unmatched=0)
     assert summarise(replace(analysis, cross_rank=silent)).cross_rank.summary == []
 
@@ -219,18 +219,18 @@ def test_the_verdict_says_what_bounds_a_step_that_needs_no_change() -> None:
     [
         ({"host_bound": 8}, "cuda", "The device is idle for 20.0 ms"),
         ({"host_bound": 8}, "cpu", "A traced step takes 50.0 ms. The largest part of the step is Python"),
-        ({"device_sync": 5, "memcpy": 3}, "cuda", "The device idles 20.0 ms"),
+        ({"device_sync": 5, "memcpy": 3}, "cuda", "The device is idle for 20.0 ms"),
         (
             {"queued": 8},
             "cuda",
-            "Work that is launched waits 20.0 ms (40.0%) a step to start. A traced step takes 50.0 ms.",
+            "Launched work waits 20.0 ms (40.0%) a step to start. A traced step takes 50.0 ms.",
         ),
         (
             {"unknown": 8},
             "cuda",
-            "Nothing runs for 20.0 ms (40.0%) a step, and no launch in the file tells why.",
+            "Nothing runs for 20.0 ms (40.0%) a step; the trace has no launch that explains it.",
         ),
-        ({}, "cuda", "Nothing runs for 20.0 ms (40.0%) a step, and no launch in the file tells why."),
+        ({}, "cuda", "Nothing runs for 20.0 ms (40.0%) a step; the trace has no launch that explains it."),
         (
             {"communication": 8},
             "cpu",
@@ -263,14 +263,14 @@ def test_what_a_step_loses_most_is_named_by_its_cause(causes: dict[str, int], de
 def test_waiting_that_is_next_to_nothing_is_nobodys() -> None:
     cross = replace(waits(r1=1), wait_ns={"0": MS, "1": 0})
     told = summarise(replace(trace_analysis(), cross_rank=cross)).cross_rank.summary
-    assert told[1:] == ["They wait for one another less than 1.0% of their time."]
+    assert told[1:] == ["The ranks wait for each other less than 1.0% of their time."]
 
 
 def test_a_loss_that_nothing_explains_is_named_with_what_would_explain_it() -> None:
     """Idle time of unknown cause leads the verdict at 16 % of the step, and not at 8 %."""
     lost = on_a_gpu(trace_analysis())
     assert lost.verdict[0].startswith("Nothing runs for 8.00 ms (16.0%)")
-    assert lost.verdict[1] == "The recording does not show which change would save it."
+    assert lost.verdict[1] == "The recording does not show which change would avoid it."
     remedy = LedgerRemedy(change="Do it.", gain_ns=0.0, gain_frac=0.0, basis="unknown", reason="")
     assert lost.ledger is not None
     for one, said in ((replace(remedy, basis="replay"), lost.verdict[1]), (remedy, "Do it.")):

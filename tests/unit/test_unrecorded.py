@@ -106,8 +106,8 @@ def test_idle_time_that_tracing_added_is_not_told_as_the_hosts_fault() -> None:
         in found["slowed_by_tracing"].message
     )
     assert analysis.verdict[0] == (
-        "The device is idle for 81.0 ms (11.0%) of a traced step because the host does not launch in time. "
-        "A step takes 350.0 ms, a traced one 737.0 ms, 2.11 times as long, most of that in the host's part."
+        "The device is idle for 81.0 ms (11.0%) of a traced step because the host launches work too slowly. "
+        "A step takes 350.0 ms, a traced one 737.0 ms, 2.11 times as long, mostly on the host."
     )
 
 
@@ -168,7 +168,7 @@ def test_a_host_that_is_slow_by_itself_still_is() -> None:
     assert found["host_bound"].evidence["cost_frac"] == pytest.approx((468 - 37) / 737)
     assert "slowed_by_tracing" not in found, "1.05 times as long is not worth a word"
     assert analysis.verdict[0] == (
-        "The device is idle for 431.0 ms (58.5%) a step because the host does not launch in time. "
+        "The device is idle for 431.0 ms (58.5%) a step because the host launches work too slowly. "
         "A step takes 700.0 ms."
     )
 
@@ -176,7 +176,7 @@ def test_a_host_that_is_slow_by_itself_still_is() -> None:
 def test_a_foreign_trace_says_that_the_profiler_was_running() -> None:
     found = named(slowed(468, step=None))
     assert found["host_bound"].evidence["cost_frac"] == pytest.approx(468 / 737)
-    assert "the profiler adds an unknown part of this" in found["host_bound"].message
+    assert "the profiler causes an unknown part of this" in found["host_bound"].message
     assert "slowed_by_tracing" not in found
 
 
@@ -210,7 +210,7 @@ def test_advice_begins_with_the_unrecorded_step() -> None:
     first, *rest = analysis.advice
     assert rest == analysis.ledger.not_judged
     assert first == (
-        "A step takes 350.0 ms without recording (median of 3, half of them 345.0 ms to 355.0 ms). "
+        "A step takes 350.0 ms without recording (median of 3, quartiles 345.0 ms to 355.0 ms). "
         "The median traced step takes 737.0 ms, 2.11 times as long."
     )
     assert first in text_of(analysis, width=400), "among the notes"

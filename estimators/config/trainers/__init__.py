@@ -174,9 +174,7 @@ def _parsed(path: Path) -> tuple[str, Mapping[str, Any]]:
         kind = None
     if kind is None:
         keys = ", ".join(map(str, list(values)[:6]))
-        raise InputError(
-            f"{path}: no configuration of a trainer that is known ({_KNOWN}); its keys are {keys}"
-        )
+        raise InputError(f"{path}: not the configuration of a known trainer ({_KNOWN}); its keys are {keys}")
     return kind, values
 
 

@@ -101,7 +101,9 @@ class Reading:
     world_size: int | None
     model: str | None = None
     layers: int | None = None
-    no_model: str = "no file names the model: add the training's file as another --from-config, or --model"
+    no_model: str = (
+        "no file names the model: add the training's file with another --from-config, or add --model"
+    )
     """What is said if nothing else names it, either."""
     mesh: dict[str, int] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)

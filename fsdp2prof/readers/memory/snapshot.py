@@ -39,9 +39,9 @@ from fsdp2prof.tables import (
     Table,
 )
 
-_NO_TIMES = "the snapshot has no times (an old torch): phases and layers come from stacks alone"
+_NO_TIMES = "the snapshot has no times (an old torch): phases and layers come only from stacks"
 _NO_HISTORY = (
-    "the snapshot has no history: it shows the moment of writing, not the peak; "
+    "the snapshot has no history: it shows memory when it was written, not the peak; "
     "call torch.cuda.memory._record_memory_history() before the training"
 )
 _STEP = re.compile(r"ProfilerStep#\d{1,18}")
@@ -73,7 +73,7 @@ def _recordings(snapshot: Any, path: Path) -> list[MemoryRecording]:
     devices |= {int(segment.get("device", 0)) for segment in segments}
     if not devices:
         raise SnapshotError(
-            f"{path}: the snapshot holds no memory and no history; "
+            f"{path}: the snapshot contains no memory and no history; "
             "call torch.cuda.memory._record_memory_history() before the training"
         )
     if len(devices) > MOST_DEVICES:

@@ -205,7 +205,7 @@ def _state_messages(manifest: RankManifest) -> list[str]:
     if newer := sorted({tensor.category for tensor in manifest.tensors} - set(CATEGORIES)):
         messages.append(f"a newer fsdp2prof wrote tensors of {', '.join(newer)}: counted as unattributed")
     if manifest.state == "running":
-        messages.append("still running, or killed before it wrote how it ended")
+        messages.append("still running, or killed before it wrote its outcome")
     elif manifest.state == "crashed":
         messages.append(f"crashed: {quoted_error(manifest.error or 'no exception was seen')}")
     elif manifest.state == "partial" and not messages:
@@ -237,7 +237,7 @@ def _say_unrecorded(records: Sequence[RankRecord]) -> str | None:
     said = f"{len(left_out)} of {len(selected)} ranks were not recorded (--ranks): {_some(left_out)}"
     if missing:
         which = ", ".join(f"{name} {_some(indices)}" for name, indices in sorted(missing.items()))
-        return f"{said}; no recorded rank has the mesh coordinates {which}: activity only of those is missing"
+        return f"{said}; no recorded rank has the mesh coordinates {which}, so their activity is missing"
     known = sorted(unseen)
     return f"{said}; every coordinate of {', '.join(known)} has a recorded rank" if known else said
 

@@ -36,12 +36,12 @@ def read_run_info(root: Path) -> tuple[RunInfo, list[str]]:
     messages = []
     if 0 not in nodes:
         of = " of node 0" if nodes else ""
-        messages.append(f"{RUN_FILE} is missing: how the run was started and how it ended is unknown{of}")
+        messages.append(f"{RUN_FILE} is missing: the command and the outcome of the run are unknown{of}")
     info = merge_nodes(nodes)
     if info.state == "running" and nodes:
         running = [_name(rank, node) for rank, node in nodes.items() if node.state == "running"]
         of = f" of {', '.join(running)}" if len(nodes) > 1 else ""
-        messages.append(f"the run{of} has not ended, or was killed before it wrote how it ended")
+        messages.append(f"the run{of} has not ended, or was killed before it wrote its outcome")
     return info, [*info.messages, *messages]
 
 
@@ -83,10 +83,10 @@ def _messages(nodes: dict[int, RunInfo]) -> list[str]:
         name = _name(rank, info)
         messages += [text if text.startswith("rank") else f"{name}: {text}" for text in info.messages]
         if info.options != first.options:
-            messages.append(f"{name}: recorded with other options than {_name(min(nodes), first)}")
+            messages.append(f"{name}: recorded with different options from {_name(min(nodes), first)}")
         if latest_start is not None and info.finished_at and _time(info.finished_at) < latest_start:
             messages.append(
-                f"{name}: ended before another node started: part of an older run; record again with -f"
+                f"{name}: ended before another node started, so it is from an older run; record again with -f"
             )
     return messages
 

@@ -46,7 +46,7 @@ class RankProcess:
         """Say why the recorder never came to life in it, and what to do."""
         flag = _isolating_flag(self.arguments)
         if flag is not None:
-            return f"it runs `python {flag}`, which leaves the recorder out; start it without {flag}"
+            return f"`python {flag}` disables it; start the rank without {flag}"
         entries = self.python_path.split(os.pathsep)
         if bootstrap not in entries:
             return "its PYTHONPATH was reset; add to PYTHONPATH instead of replacing it"

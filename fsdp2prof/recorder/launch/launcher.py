@@ -149,9 +149,7 @@ def _why_not_found(command: list[str]) -> str:
     name = command[0]
     if name.endswith(".py") or Path(name).is_file():
         line = shlex.join(command)
-        return (
-            f"{name}: a script, which needs its interpreter: record -- python {line}, or torchrun ... {line}"
-        )
+        return f"{name}: a script needs its interpreter: record -- python {line}, or torchrun ... {line}"
     return f"{name}: command not found"
 
 
@@ -301,24 +299,26 @@ def _messages(
         messages.append(f"the command ended with exit code {code}")
         if any((record.path / STACKS_FILE).is_file() for record in records):
             run = records[0].path.parent
-            messages.append(f"its ranks' last calls were saved; see `fsdp2prof analyze hang {run}`")
+            messages.append(f"last calls of its ranks were saved; see `fsdp2prof analyze hang {run}`")
     present = {record.rank for record in records if record.manifest is not None}
     silent = [process for process in processes.silent(alive) if process.rank not in present]
-    messages += [f"rank {one.rank}: no sign of life: {one.why_silent(BOOTSTRAP)}" for one in silent]
+    messages += [
+        f"rank {one.rank}: the recorder did not start: {one.why_silent(BOOTSTRAP)}" for one in silent
+    ]
     if not present and not silent:
         if wrappers:
             names = " and ".join(sorted(wrappers))
-            messages.append(f"this training wraps with {names}, not fully_shard: nothing was recorded")
+            messages.append(f"this training uses {names}, not fully_shard: nothing was recorded")
         elif alive and not failures:
             messages.append("no process ever called fully_shard: nothing was recorded")
         elif not alive:
-            messages.append(f"no process showed a sign of life; possible causes: {_NO_RECORDER}")
+            messages.append(f"the recorder started in no process; possible causes: {_NO_RECORDER}")
     missing = expected - present - {process.rank for process in silent}
     if missing and present:
         messages.append(
-            f"{_ranks(missing)}: no sign of life, or fully_shard was never called; "
+            f"{_ranks(missing)}: the recorder did not start, or fully_shard was never called; "
             f"possible causes: {_NO_RECORDER}; "
-            "ranks of another node are recorded there, with --node-rank"
+            "record ranks of other nodes there, with --node-rank"
         )
     texts: dict[str, set[int]] = defaultdict(set)
     for record in records:

@@ -62,7 +62,9 @@ class Summaries:
         if not missing:
             return []
         names = sorted(str(folder.relative_to(self._run)) for folder in missing)
-        return [f"no summary of {', '.join(names[:8])}{', ...' * (len(names) > 8)}: the recording is kept"]
+        return [
+            f"no summary of {', '.join(names[:8])}{', ...' * (len(names) > 8)}: the full recording is kept"
+        ]
 
 
 def _start(folder: Path) -> int:

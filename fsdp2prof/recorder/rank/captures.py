@@ -412,21 +412,21 @@ class Captures:
             return None
         if self._adopted:
             steps = _listed(self._manifest.traced_steps)
-            outcome = f"left no gap; {TRACE_FILE} is the first trace that it wrote{steps and ', '}{steps}"
+            outcome = f"left no gap; {TRACE_FILE} is the first trace it wrote{steps and ', '}{steps}"
         elif self._traced:
             outcome = f"had priority; the recorder traced {_listed(self._traced)}"
         elif self._options.active:
             outcome = "left no gap and wrote no Chrome trace to use instead"
         else:
-            outcome = "came first"
+            outcome = "had priority"
         if not self._without_memory:
             memory = self._manifest.memory_steps
             outcome += (
-                f"; memory is that of {_listed(memory)}"
+                f"; memory was recorded in {_listed(memory)}"
                 if memory
                 else "; no gap for the memory recording either"
             )
-        slows = "" if self._traced else "; it slows every step that it covers: remove it after use"
+        slows = "" if self._traced else "; it slows every step that it covers: remove it when not needed"
         return f"the training's own profiler {outcome}{slows}"
 
     def _measure_step(self) -> None:
@@ -451,7 +451,7 @@ class Captures:
         self._schedule.shorten(fits)
         self._to_trace = fits
         counted, limit = f"{fits} of {self._options.active} steps traced", self._options.max_trace_size
-        line = f"{counted}: --max-trace-size {limit}, and a step takes {format_bytes(step_bytes)}"
+        line = f"{counted}: --max-trace-size is {limit}, and a step takes {format_bytes(step_bytes)}"
         self._file.tell(line)
         if self._is_first:
             guard.say(f"rank {self._manifest.rank}: {line}")

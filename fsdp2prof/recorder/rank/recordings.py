@@ -196,7 +196,7 @@ class Recordings:
             else:
                 self._file.tell(
                     f"recording {what.number} was due at step {what.step}; this rank learned of it at step "
-                    f"{step} and is left out"
+                    f"{step} and skips it"
                 )
                 for number in range(what.number, self._number + 1):
                     self._file.tell(
@@ -274,7 +274,7 @@ class Recordings:
     def _is_full(self) -> bool:
         if self._limit is None or bytes_taken(self._run) < self._limit:
             return False
-        self._file.tell(f"recordings take more than --max-size {self._options.max_size}: no more are made")
+        self._file.tell(f"recordings exceed --max-size {self._options.max_size}: no further one begins")
         return True
 
 

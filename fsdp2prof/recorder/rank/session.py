@@ -206,7 +206,7 @@ class RankSession:
             self.tell(self._why_no_step())
         elif not over:
             ran = f"only {self._step} of {self._captures.end} steps ran"
-            self.tell(f"schedule cut short: {ran}; complete: {self._captures.shortfall()}")
+            self.tell(f"schedule incomplete: {ran}; captured: {self._captures.shortfall()}")
         self._finish_manifest(error, crashed, whole)
         self._summarise()
 
@@ -342,8 +342,8 @@ class RankSession:
         if self._step_start_ns < 0:
             return "nothing was recorded: no sharded model ran forward with gradients"
         return (
-            "nothing was recorded: no optimizer stepped after a forward, so no training step was seen to "
-            "end; in a custom loop, end each by the step() of an fsdp2prof.Recorder"
+            "nothing was recorded: no optimizer stepped after a forward, so no training step ended; "
+            "in a custom loop, call step() of an fsdp2prof.Recorder at the end of each step"
         )
 
     def _keep_duration(self, now: int) -> StepInfo:

@@ -282,5 +282,5 @@ def _gain(row: WhatIfChange) -> str:
             if row.memory_bytes > 0
             else f", and at most {size} less memory"
         )
-    spared = f"{format_ns(row.gained_ns or 0)} less a step ({format_frac(row.gained_frac)})"
+    spared = f"saves {format_ns(row.gained_ns or 0)} per step ({format_frac(row.gained_frac)})"
     return f"{row.what[:1].upper()}{row.what[1:]} (`{row.change}`): {spared}{memory}."

@@ -230,11 +230,11 @@ def _balanced_steps(check: BalanceCheck) -> Table:
 def _tokens(tokens: TokenBalance) -> Facts:
     pairs = {
         "documents": format_count(tokens.documents),
-        "steps they reach": format_count(tokens.steps),
+        "steps covered": format_count(tokens.steps),
         "tokens": format_count(tokens.tokens),
         "with padding": format_count(tokens.computed_tokens),
         "padding": f"{show_frac(tokens.padding_frac)}, up to {show_ns(tokens.padding_ns)} of a step",
-        "fullest rank above the mean": show_frac(tokens.imbalance_frac),
+        "busiest rank above the mean": show_frac(tokens.imbalance_frac),
         "of the ranks' differences explained": show_frac(tokens.explained_frac),
     }
     return Facts(title="Tokens", pairs=pairs)

@@ -91,7 +91,7 @@ def comparison_tables(comparison: MemoryComparison) -> list[Table]:
     by_layer = _table("memory_by_layer", "Change by layer", c.name("layer", of="name"), folded, whole)
     every = _table("memory_by_layer", "Change by layer", c.layer(), layers, whole, everything=True)
     place = c.name("place", "allocated by", of=_place)
-    by_place = _table("memory_by_place", "Change by place", place, comparison.by_place, whole)
+    by_place = _table("memory_by_place", "Change by line", place, comparison.by_place, whole)
     tables = [by_category, *([replace(by_layer, unabridged=every)] if known else []), by_place]
     return [table for table in tables if table.rows]
 
@@ -213,7 +213,7 @@ def _numbers(comparison: RunComparison) -> list[KeyFigure]:
     times = {
         "unrecorded step": comparison.unrecorded_step,
         "traced step": comparison.step,
-        "layer to layer": comparison.layer_pace,
+        "forward to forward": comparison.layer_pace,
         "exposed communication": comparison.exposed,
     }
     numbers = [KeyFigure(value=_growth(row), label=name) for name, row in times.items() if row is not None]
@@ -275,7 +275,7 @@ def _step_table(comparison: RunComparison) -> Table | None:
         columns,
         sorted(parts, key=lambda row: -abs(row.delta_ns)),
         scale=whole,
-        note="ms, mean over ranks and steps; communication is what no compute hides",
+        note="ms, mean over ranks and steps; communication is exposed time only",
         totals=[{one.name: one.value(row) for one in columns} for row in whole],
         remarks=["The unrecorded step is the median wall time of the steps without recording."]
         if comparison.unrecorded_step is not None

@@ -323,7 +323,7 @@ def _tried(estimate: MemoryEstimate) -> list[Section]:
             c.sized("headroom_bytes", "left", unit="all"),
         ],
         sorted(estimate.tried, key=lambda one: not one.fits),
-        note="each estimated like the run itself; left: with the upper end for context and communicators",
+        note="each estimated like the run itself; left: with context and communicators at their highest",
         remarks=[] if any(one.fits for one in estimate.tried) else estimate.advice,
     )
     return [Section(anchor="tried", title=title, blocks=[table])]
@@ -362,7 +362,7 @@ def comm_estimate_document(estimate: CommEstimate) -> Document:
     )
 
 
-_PER = {"parameter": "parameter", "layer": "FSDP unit", "whole": "parameter, all of them held"}
+_PER = {"parameter": "parameter", "layer": "FSDP unit", "whole": "parameter, all of them kept"}
 
 
 def _sync_sections(estimate: CommEstimate) -> list[Section]:

@@ -23,7 +23,7 @@ _CAUSES = {
     "not_come": "ranks are missing",
     "no_dump": "ranks left no dump",
     "order": "ranks wait for each other",
-    "inside": "issued by all, not finished",
+    "inside": "issued by all ranks, not finished",
     "crashed": "ranks crashed",
     "none": "no collective waits",
     "stacks": "unknown: no dumps",

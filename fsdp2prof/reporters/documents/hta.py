@@ -65,8 +65,8 @@ def launch_document(found: LaunchStatistics) -> Document:
         note="sums, longest delays first",
         limit=_ROWS,
         remarks=[
-            "A delay is time in the device's queue: long where the host is ahead, next to nothing where the "
-            "device waits for the host."
+            "A delay is time in the device's queue: long if the host is ahead, near zero if the device waits "
+            "for the host."
         ],
     )
     launches = c.table(

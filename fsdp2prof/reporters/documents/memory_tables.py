@@ -164,7 +164,7 @@ def layer_peak_table(rank: RankMemory) -> Table:
     """Return how high memory was while each layer ran, and how much it grew."""
     columns = [c.layer(), c.text("phase"), c.size("peak_bytes", "peak"), c.size("delta_bytes", "growth")]
     rows = sorted(rank.layers, key=lambda row: -row.peak_bytes)
-    note = "of the whole device, highest first; growth: from start to end of the layer"
+    note = "over the whole device, highest first; growth: from start to end of the layer"
     return c.table("layers_running", "While each layer ran", columns, rows, note=note, limit=_LAYER_ROWS)
 
 

@@ -89,7 +89,7 @@ def _hover(point: PlanPoint) -> str:
         f"{format_bytes(point.total_bytes)}, {point.tokens_per_s_per_gpu:,.0f} tokens/s per GPU",
         f"step {format_ns(point.step_ns)}, {format_frac(point.exposed_frac)} exposed, "
         f"MFU {format_frac(point.mfu)}",
-        "by the engine" if point.confirmed else "by the search",
+        "from the engine" if point.confirmed else "from the search",
     ]
     return "<br>".join(lines)
 
@@ -266,7 +266,7 @@ def _changes(plan: Plan) -> Section:
     return Section(
         anchor="changes",
         title="One option changed",
-        lead="The winner with one option or mesh dimension changed, the others chosen again.",
+        lead="The winner with one option or mesh dimension changed, and the others optimized again.",
         blocks=[_family_table(plan, plan.changes, "changes", "One option changed", "change")],
         detail=True,
     )
@@ -280,7 +280,7 @@ def _precisions(plan: Plan) -> Section:
     return Section(
         anchor="precisions",
         title="Other precisions",
-        lead="They change the training's numbers, so none is recommended unless --fix asks for it.",
+        lead="They change the training's numerics, so none is recommended unless --fix selects it.",
         blocks=[table],
         detail=True,
     )

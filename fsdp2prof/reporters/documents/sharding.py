@@ -178,7 +178,7 @@ def _files(files: Sequence[CheckpointFile]) -> Table:
         c.sized("needed_bytes", "needed"),
         c.count("entries", "pieces"),
     ]
-    note = "needed: end of the last chunk"
+    note = "needed: up to the end of the last chunk"
     return c.table("files", "Files", columns, files, note=note, limit=_ROWS, noun="file")
 
 

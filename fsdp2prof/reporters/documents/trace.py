@@ -50,7 +50,7 @@ _NO_SHAPES = (
     "No matrix product or attention has its shape in the trace, so its rate is unknown: record "
     "with record_shapes=True (fsdp2prof record does). Convolutions are not among them."
 )
-_NO_STEP = "No step is in these traces; the warnings say why."
+_NO_STEP = "These traces contain no step; the warnings say why."
 
 
 @builds(TraceAnalysis)
@@ -207,7 +207,7 @@ def _communication_section(analysis: TraceAnalysis) -> Section:
 def _arrival_section(analysis: TraceAnalysis) -> list[Section]:
     """Lay out the waits: of the compute stream for collectives, of the host for the device."""
     late = tables.late_table(analysis) if analysis.late_folded else None
-    note = "from launch to end in ms, medians; 0 is when it was needed, so what ends after 0 is late"
+    note = "from launch to end in ms, medians; needed at 0, so collectives that end after 0 are late"
     chart = _chart("prefetch_chart", arrivals_title(analysis), prefetch_chart(analysis.arrivals), note)
     waits = _chart("wait_chart", waits_title(analysis), wait_chart(analysis.layer_waits), _WAITING)
     return c.section(
@@ -225,7 +225,7 @@ def _arrival_section(analysis: TraceAnalysis) -> list[Section]:
 def _bandwidth_section(analysis: TraceAnalysis) -> list[Section]:
     if not analysis.bandwidth:
         return []
-    note = "dashed: latency plus bytes over a rate, fitted; open: waiting for absent ranks may be in it"
+    note = "dashed: fit of latency plus bytes over a rate; open: may include waiting for absent ranks"
     sizes = len({row.payload_bytes for row in analysis.bandwidth})
     figure = bandwidth_chart(analysis.bandwidth, analysis.bandwidth_fits) if sizes >= _SIZES else None
     chart = _chart("bandwidth_chart", bandwidth_title(analysis), figure, note)

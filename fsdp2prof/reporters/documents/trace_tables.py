@@ -51,7 +51,7 @@ def breakdown_table(analysis: TraceAnalysis, predicted: bool) -> Table:
         columns,
         rows,
         every=None if rows == every else every,
-        note="ms; communication and memcpy columns are what no compute hides",
+        note="ms; the communication and memcpy columns are exposed time",
         noun="step",
         totals=[
             {"rank": "mean", "window_ns": totals.step_ns, **mean},
@@ -229,7 +229,7 @@ def fit_table(analysis: TraceAnalysis) -> Table:
         c.number("sizes"),
         c.number("group_size", "ranks"),
     ]
-    note = "of a collective's time as latency plus wire bytes over a rate"
+    note = "a collective's time fitted as latency plus wire bytes over a rate"
     return c.table("bandwidth_fits", "Latency and rate", columns, analysis.bandwidth_fits, note=note)
 
 
@@ -315,8 +315,8 @@ def wait_table(analysis: TraceAnalysis) -> Table:
         c.time("wait_caused_ns", "others\nwaited"),
         c.time("wait_ns", "waited\nitself"),
     ]
-    note = "in collectives, all steps together; others waited: sum over the other ranks"
-    title, rows = "Waiting for one another", analysis.cross_rank.ranks
+    note = "in collectives, over all steps; others waited: sum over the other ranks"
+    title, rows = "Waiting for each other", analysis.cross_rank.ranks
     return c.table("waits", title, columns, rows, note=note, limit=_RANK_ROWS, noun="rank")
 
 
@@ -329,6 +329,6 @@ def straggler_table(analysis: TraceAnalysis) -> Table:
         c.count("collectives", "n"),
         c.prose("cause", "because"),
     ]
-    note = "all steps together, the costliest first; n: collectives that waited"
+    note = "over all steps, largest first; n: collectives that waited"
     title, rows = "Why ranks came late", analysis.cross_rank.stragglers
     return c.table("stragglers", title, columns, rows, note=note, limit=_STRAGGLER_ROWS, noun="reason")

@@ -21,7 +21,9 @@ def trial_document(result: TrialResult) -> Document:
             KeyFigure(value=show_ns(result.step_ns), label="step with the script's settings, median")
         )
     if result.peak_bytes is not None:
-        figures.append(KeyFigure(value=format_bytes(result.peak_bytes), label="peak with them"))
+        figures.append(
+            KeyFigure(value=format_bytes(result.peak_bytes), label="peak with the script's settings")
+        )
     return Document(
         title=f"Tried in {result.path}",
         subtitle=f"{plural(len(result.ranks), 'rank')}, {plural(result.rounds, 'round')}, seed {result.seed}",
@@ -67,6 +69,6 @@ def _table(result: TrialResult) -> Table:
         *([c.number("rounds")] if any(one.rounds != result.rounds for one in result.tried) else []),
         c.number("recording"),
     ]
-    note = "ms a step less than with the script's settings; median of pairs of blocks"
+    note = "ms per step saved against the script's settings; median of pairs of blocks"
     title = "Measured in the running job"
     return c.table("tried", title, columns, result.tried, note=note, noun="candidate")

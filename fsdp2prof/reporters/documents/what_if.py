@@ -37,7 +37,7 @@ def what_if_document(result: WhatIf) -> Document:
 def what_if_section(tried: Sequence[WhatIfChange]) -> list[Section]:
     """Return the sections of the single changes that were tried: their gains, and on what grounds."""
     gains, grounds = _tried(tried, _TITLE)
-    lead = "Each change alone, by replaying the recorded steps with it."
+    lead = "Each change alone, in a replay of the recorded steps."
     return [
         *c.section("what_if", _TITLE, *gains, lead=lead),
         *c.section("replays", "Assumptions of the replays", *grounds, detail=True),
@@ -81,7 +81,7 @@ def _tried(tried: Sequence[WhatIfChange], title: str) -> tuple[list[Block], list
 
 
 def _gain(row: WhatIfChange) -> str:
-    return f"{row.change}: {format_ns(row.gained_ns or 0.0)} less a step ({format_frac(row.gained_frac)})"
+    return f"{row.change}: saves {format_ns(row.gained_ns or 0.0)} per step ({format_frac(row.gained_frac)})"
 
 
 def _table(rows: Sequence[WhatIfChange], every: Sequence[WhatIfChange], title: str) -> Table:
@@ -142,7 +142,7 @@ def _parts(result: WhatIf) -> Table:
 def _grounds(result: WhatIf) -> Block:
     error = format_frac(abs(result.replay_error_frac))
     lines = [
-        f"replayed without a change, a step takes {format_ns(result.replayed_ns)}: {error} off the recording",
+        f"replayed without a change, a step takes {format_ns(result.replayed_ns)}: {error} difference",
         *result.assumptions,
     ]
     return Sentences(title="Assumptions and error", lines=lines, style="list")

@@ -191,7 +191,7 @@ def _next(document: Document, options: RenderOptions) -> list[str]:
     shown = {section.anchor for section in document.brief}
     others = [section.anchor for section in document.sections if section.anchor not in shown]
     more = ", ..." if len(others) > _PARTS_NAMED else ""
-    parts = f"; --section NAME one part: {', '.join(others[:_PARTS_NAMED])}{more}" if others else ""
+    parts = f"; --section NAME prints one part: {', '.join(others[:_PARTS_NAMED])}{more}" if others else ""
     return [*(report if options.source else ()), f"-v prints everything{parts}"]
 
 

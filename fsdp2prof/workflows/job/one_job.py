@@ -181,7 +181,9 @@ def same_files(files: Iterable[RankFile]) -> list[str]:
         same = [one.rank for one in others if cmp(first.path, one.path, shallow=False)]
         if same:
             shown = ", ".join(map(str, same[:_SHOWN])) + (", ..." if len(same) > _SHOWN else "")
-            told.append(f"the file of rank {first.rank} is also that of {plural(len(same), 'rank')}: {shown}")
+            told.append(
+                f"the file of rank {first.rank} is identical to that of {plural(len(same), 'rank')}: {shown}"
+            )
     return told
 
 
@@ -189,7 +191,7 @@ def _refuse_two_sizes(root: Path, candidates: Sequence[Candidate]) -> None:
     by_size = {one.world_size: one for one in candidates if one.world_size is not None}
     if len(by_size) > 1:
         sizes = " and ".join(f"{one.name} of {size}" for size, one in sorted(by_size.items())[:2])
-        raise InputError(f"{root}: files of jobs of different size ({sizes} ranks): name those of one job")
+        raise InputError(f"{root}: files of jobs of different sizes ({sizes} ranks): name those of one job")
 
 
 def _refuse_two_jobs(root: Path, kind: str, rank: int, files: Sequence[Candidate]) -> None:
@@ -215,7 +217,7 @@ def _by_rank(kind: str, candidates: Iterable[Candidate]) -> tuple[dict[int, list
         rank = next(free)
         by_rank[rank].append(one)
         if not alone:
-            warnings.append(f"{one.name} does not say its rank: taken as rank {rank} by the order of names")
+            warnings.append(f"{one.name} has no rank in its name: assumed to be rank {rank} by name order")
     return by_rank, warnings
 
 
