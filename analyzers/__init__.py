@@ -1,1 +1,2 @@
-"""Pure functions from tables to results: where a step goes, what fills memory, and why."""
+"""Pure functions from tables to results: the breakdown of a step, the contents of memory, and their
+causes."""

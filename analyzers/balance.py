@@ -1,6 +1,8 @@
-"""``check balance``: the ranks' own work in each step, what waiting for the slowest costs, what data explain.
+"""``check balance``: the ranks' own work per step, the cost of waiting for the slowest, and the share that
+data explain.
 
-Collectives make all ranks equally slow, so that durations say nothing: compared is what a rank does not wait.
+Collectives make all ranks equally slow, so step durations do not show imbalance; ranks are compared by
+their time outside waits.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class RankStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTokens:
-    """What one rank computes in one step."""
+    """Operations that one rank computes in one step."""
 
     tokens: int
     computed: int
@@ -52,10 +54,11 @@ def tokens_of_steps(
     micro_batches: int,
     seq_len: int | None,
 ) -> dict[int, list[StepTokens]]:
-    """Deal documents out as torch's ``DistributedSampler`` without shuffling does.
+    """Assign documents to ranks as torch's ``DistributedSampler`` does without shuffling.
 
-    Document i goes to rank i mod ``ranks``. A sequence is ``seq_len`` long, which cuts longer documents, or
-    else as long as the longest of its rank's micro-batch. Steps that the documents do not reach are left out.
+    Document i goes to rank i mod ``ranks``. A sequence has ``seq_len`` tokens, which truncates longer
+    documents, or otherwise the length of the longest document in its rank's micro-batch. Steps beyond the
+    last document are left out.
     """
     of_step = ranks * batch_size * micro_batches
     dealt: dict[int, list[StepTokens]] = {}
@@ -77,10 +80,10 @@ def check_balance(
     assumptions: Sequence[str] = (),
     warnings: Sequence[str] = (),
 ) -> BalanceCheck:
-    """Compare ranks (rank -> step -> what was measured) over the steps that all have.
+    """Compare ranks (rank -> step -> measurement) over the steps that all have.
 
-    ``tokens`` are by step, one entry a rank in their order; ``flops`` are the operations of every traced step
-    of every rank. Raises ``InputError`` for fewer than two ranks or no common step.
+    ``tokens`` are by step, one entry per rank in their order; ``flops`` are the operations of every traced
+    step of every rank. Raises ``InputError`` for fewer than two ranks or no common step.
     """
     ranks = sorted(measured)
     common = sorted(set.intersection(*(set(steps) for steps in measured.values()))) if ranks else []
@@ -242,7 +245,7 @@ def _imbalance(check: BalanceCheck, *, is_even: bool) -> list[Finding]:
 
 
 def _varying(check: BalanceCheck, varying_ns: float, *, is_even: bool) -> Finding:
-    """The slowest rank changes: because of its data where tokens say so, else for a reason outside them."""
+    """Finding for a slowest rank that changes: data, if tokens explain it, otherwise another reason."""
     explained = check.tokens.explained_frac if check.tokens else None
     by_data = explained is not None and explained >= _EXPLAINED_FRAC
     key = "work_varies"

@@ -1,7 +1,7 @@
-"""What ranks measured, as medians, spreads, fitted constants and a description of the machine.
+"""Evaluate bench measurements: medians, spreads, fits, and a description of the machine.
 
 A collective's time is fitted as ``latency + wire bytes / bus bandwidth``, by least squares of the relative
-errors, latency not below 0. Payload and wire bytes are those of nccl-tests (PERFORMANCE.md).
+errors, with a latency of at least 0. Payload and wire bytes are those of nccl-tests (PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fsdp2prof.results.bench import BenchCollective, BenchFit, BenchRate, BenchR
 from fsdp2prof.units import format_bytes, format_count, format_frac
 
 _BYTES_A_PARAMETER = 2
-"""Of what is gathered in bfloat16."""
+"""Bytes of a parameter gathered in bfloat16."""
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def bench_result(measured: Measured, *, quick: bool = False) -> BenchResult:
-    """Judge what was measured. Raises ``InputError`` where there is no rate to describe a device by."""
+    """Evaluate measurements. Raises ``InputError`` if there is no rate to describe a device."""
     groups: dict[tuple[str, str, int], list[CollectiveTimes]] = defaultdict(list)
     for one in measured.collectives:
         groups[one.op, one.mesh_dim, one.ranks].append(one)

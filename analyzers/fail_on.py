@@ -50,11 +50,11 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number, per rank where it has one, that a condition may test."""
+    """A number, per rank if applicable, that a condition can test."""
 
     description: str
     source: str
-    """``step`` (of a run or a trace), ``trace``, ``memory`` or ``comparison``: what it is computed from."""
+    """Source of the number: ``step`` (of a run or a trace), ``trace``, ``memory`` or ``comparison``."""
     values: (
         Callable[[RunAnalysis | TraceAnalysis], _PerRank]
         | Callable[[TraceAnalysis], _PerRank]
@@ -153,7 +153,7 @@ def _evaluate(condition: Condition, analysis: Analysis) -> Outcome:
 
 
 def _excuse(condition: Condition, analysis: Analysis) -> str:
-    """Return why a comparison says nothing about the program's own time; empty where it does."""
+    """Return why a comparison does not show the program's own time; empty if it does."""
     if isinstance(analysis, RunComparison) and METRICS[condition.metric].timed:
         return analysis.machine_changed or ""
     return ""
@@ -213,7 +213,7 @@ def _traced_ms(pick: Callable[[Sequence[int]], float]) -> Callable[[TraceAnalysi
 def _step_ms(
     unrecorded: Callable[[UnrecordedStep], float], traced: Callable[[TraceAnalysis], _PerRank]
 ) -> Callable[[RunAnalysis | TraceAnalysis], _PerRank]:
-    """Of the unrecorded steps as soon as one rank knows some, else of the traced ones."""
+    """Value of the unrecorded steps if any rank has some, otherwise of the traced ones."""
 
     def values(analysis: RunAnalysis | TraceAnalysis) -> _PerRank:
         ranks = analysis.run.ranks if isinstance(analysis, RunAnalysis) else analysis.ranks

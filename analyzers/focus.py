@@ -1,7 +1,7 @@
-"""A result narrowed down to some layers, ranks or steps, after all of it was analysed.
+"""Filter a result by layers, ranks or steps, after the whole was analysed.
 
-Ranks stay compared with those that are not shown. What is a mean over ranks and steps is made anew from the
-rows that are left; figures that cannot be split by rank or step are omitted with a warning.
+Ranks stay compared with hidden ranks. Means over ranks and steps are recomputed from the remaining rows;
+figures that cannot be split by rank or step are omitted with a warning.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ _NAMED = 12
 
 
 def focus_on(result: Focused, focus: Focus) -> Focused:
-    """Return what a result says of some layers, ranks and steps.
-
-    Raises ``UsageError`` for those that are not in it.
-    """
+    """Return a result filtered by layers, ranks and steps. Raises ``UsageError`` for unknown ones."""
     keep = _checked(result, focus)
     if isinstance(result, TraceAnalysis):
         return _trace(result, focus, keep)

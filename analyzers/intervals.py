@@ -94,7 +94,7 @@ def covered(intervals: Intervals, start: IntArray, end: IntArray) -> IntArray:
 
 
 def containing(start: IntArray, end: IntArray, times: IntArray) -> IntArray:
-    """Return the row of the disjoint intervals, sorted by start, that holds each time; -1 where none does."""
+    """Return the row of the disjoint intervals, sorted by start, that contains each time; -1 if none does."""
     if not len(start):
         return np.full(len(times), -1, dtype=np.int64)
     row = np.searchsorted(start, times, side="right") - 1
@@ -118,7 +118,7 @@ def among(values: npt.NDArray[_Integer], those: npt.NDArray[_Integer]) -> BoolAr
 
 
 def innermost(start: IntArray, end: IntArray, times: IntArray) -> IntArray:
-    """Return the row of the innermost nested interval that holds each time; -1 where none does.
+    """Return the row of the innermost nested interval that contains each time; -1 if none does.
 
     Intervals nest properly and are sorted by start, outer before inner.
     """
@@ -140,8 +140,8 @@ def innermost(start: IntArray, end: IntArray, times: IntArray) -> IntArray:
 def cut(start: IntArray, end: IntArray, points: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     """Cut intervals at every point strictly inside them.
 
-    Returns ``(row, start, end)`` of the pieces, in the order of the intervals; ``row`` is the interval each
-    piece came from.
+    Returns ``(row, start, end)`` of the parts, in the order of the intervals; ``row`` is the interval of
+    each part.
     """
     points = distinct(points)
     first = np.searchsorted(points, start, side="right")
@@ -178,9 +178,10 @@ def charge(exposed: Intervals, start: IntArray, end: IntArray, order: IntArray) 
 def charged_pieces(
     exposed: Intervals, start: IntArray, end: IntArray, order: IntArray
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Return ``(row, start, end)`` of the pieces of ``exposed`` that :func:`charge` gives to each interval.
+    """Return ``(row, start, end)`` of the parts of ``exposed`` that :func:`charge` assigns to each
+    interval.
 
-    In order of time, disjoint.
+    The parts are disjoint and in order of time.
     """
     edges = np.concatenate([start, end, exposed.start, exposed.end])
     row, piece_start, piece_end = cut(start, end, edges)
@@ -210,6 +211,6 @@ def _sweep(*sets: Intervals) -> tuple[IntArray, npt.NDArray[np.int8]]:
 
 
 def _from_segments(points: IntArray, keep: BoolArray) -> Intervals:
-    """Join the kept segments between neighbouring points."""
+    """Join the remaining segments between neighbouring points."""
     edges = np.diff(keep.astype(np.int8), prepend=np.int8(0))
     return Intervals(points[edges == 1], points[edges == -1])

@@ -73,7 +73,7 @@ def runtime_calls(events: EventTable) -> IntArray:
 
 
 def host_launches(events: EventTable, rows: IntArray) -> IntArray:
-    """Return the event row of the runtime call that launched each device event; -1 where it is missing."""
+    """Return the event row of the runtime call that launched each device event; -1 if it is missing."""
     calls = runtime_calls(events)
     calls = calls[events.correlation[calls] >= 0]
     if not len(calls):
@@ -157,12 +157,12 @@ def _leaves_records(names: Strings, has_record: BoolArray) -> BoolArray:
 
 
 def incomplete_steps(calls: LaunchTable, steps: StepTable) -> list[IncompleteStep]:
-    """Return the steps of which too many launches have no record for their numbers to be right.
+    """Return the steps with too many launches without a record for their numbers to be right.
 
-    A step's numbers are wrong by about the share that is missing of its launches: more than 1 % is too many.
-    What the device had not done when a recording ended is missing from every one: where no more than 1 % of
-    the rank's launches is missing, the last of its launches alone may be up to 5 % of their step.
-    The same holds for collectives alone: few launches are theirs, and all of the exposed communication.
+    A step's numbers are wrong by about the fraction of its launches that is missing: more than 1 % is too
+    many. Work that the device had not finished when the recording ended is always missing: if at most 1 %
+    of the rank's launches is missing, the last step alone may miss up to 5 % of its launches. The same
+    limits hold for collectives separately, which are few launches but all of the exposed communication.
     """
     row = intervals.containing(steps.start_ns, steps.end_ns, calls.start_ns)
     recorded = np.flatnonzero(calls.has_record)
@@ -182,10 +182,10 @@ def incomplete_steps(calls: LaunchTable, steps: StepTable) -> list[IncompleteSte
 
 
 def overlapping_records(device: DeviceTable) -> int:
-    """Count activities that begin before the one in front of them on their stream ends.
+    """Count activities that begin before the previous one on their stream ends.
 
-    A stream runs one at a time, so such durations are wrong. A graph's kernels do not count. Returns 0 where
-    no more than 1 % of the busy time is counted twice.
+    A stream runs one at a time, so such durations are wrong. A graph's kernels do not count. Returns 0 if
+    at most 1 % of the busy time is counted twice.
     """
     device = device.take(~device.in_graph)
     device = device.take(np.lexsort((device.start_ns, device.stream)))

@@ -23,7 +23,7 @@ _OUTLIER_SHARE = 0.05
 """A sibling keeps its own row if it costs twice the siblings' median and 5% of all rows' cost."""
 
 _NUMBER = re.compile(r"\d{1,18}")
-"""What a name numbers; longer ones are several."""
+"""A number in a name; longer strings of digits count as several numbers."""
 
 
 def natural_key(name: str) -> list[tuple[int, int | str]]:
@@ -33,7 +33,7 @@ def natural_key(name: str) -> list[tuple[int, int | str]]:
 
 
 def fold_names(items: Sequence[tuple[str | None, Hashable]]) -> list[tuple[str, list[int]]]:
-    """Fold names that differ in one number and share a key: (name for people, rows), in order."""
+    """Fold names that differ in one number and have the same key: (label, rows), in order."""
     folded: list[tuple[str, list[int]]] = []
     for siblings in families(items):
         if len(siblings) < FOLD_FROM:
@@ -56,9 +56,9 @@ def families(items: Sequence[tuple[str | None, Hashable]]) -> list[list[int]]:
 
 
 def fold_alike(items: Sequence[tuple[str | None, Hashable]], costs: Sequence[float]) -> list[list[int]]:
-    """Group rows as :func:`families` does; one that costs much more than its siblings stays alone.
+    """Group rows as :func:`families` does; a row that costs much more than its siblings stays separate.
 
-    It is the one to look at. Groups of fewer than :data:`FOLD_FROM` fall apart into single rows.
+    Groups of fewer than :data:`FOLD_FROM` rows become single rows.
     """
     worth_a_row = _OUTLIER_SHARE * sum(costs)
     groups: list[list[int]] = []

@@ -9,7 +9,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 def mean(total: float, count: int) -> float:
-    """Return total / count, an exact integer where it is one."""
+    """Return total / count, as an exact integer if it is one."""
     return total // count if isinstance(total, int) and total % count == 0 else total / count
 
 
@@ -25,7 +25,7 @@ def known_sum(values: Sequence[_Number | None]) -> _Number | None:
 
 
 def rate(pairs: Sequence[tuple[float | None, float | None]]) -> float | None:
-    """Return bytes over the time they took, of (bytes, their own rate) pairs; None where none is known."""
+    """Return bytes over their time, for (bytes, rate) pairs; None if none is known."""
     known = [(size, speed) for size, speed in pairs if size and speed]
     time = sum(size / speed for size, speed in known)
     return sum(size for size, _ in known) / time if time else None

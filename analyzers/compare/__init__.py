@@ -1,1 +1,1 @@
-"""What changed from one side to another: time, communication, memory."""
+"""Changes from one side to another: time, communication, memory."""

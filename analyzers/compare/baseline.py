@@ -80,7 +80,7 @@ def baseline_of(side: Side) -> Baseline:
 
 
 def compare_with_baseline(path: str, before: Baseline, after: Side) -> RunComparison:
-    """Compare a run with a baseline kept at ``path``. Raises ``InputError`` if they share nothing."""
+    """Compare a run with the baseline at ``path``. Raises ``InputError`` if they have nothing in common."""
     now = baseline_of(after)
     step, breakdown = _step_changes(before, now)
     unrecorded = unrecorded_change(before.unrecorded_step, now.unrecorded_step)
@@ -163,7 +163,7 @@ def _change(part: str, before: Baseline, before_ns: int, after: Baseline, after_
 
 
 def _spreads(before: Baseline, after: Baseline) -> tuple[StepSpread | None, StepSpread | None]:
-    """Return the spreads of unrecorded steps, else of traced ones: whichever both sides know."""
+    """Return the spreads of unrecorded steps, otherwise of traced ones: those that both sides have."""
     unrecorded = unrecorded_spread(before.unrecorded_step), unrecorded_spread(after.unrecorded_step)
     return unrecorded if None not in unrecorded else (before.spread, after.spread)
 

@@ -58,7 +58,8 @@ def communication_changes(
 def _under_old_names(
     before: dict[CollectiveKey, CollectiveSums], after: dict[CollectiveKey, CollectiveSums]
 ) -> dict[CollectiveKey, CollectiveSums]:
-    """Return the sums of after by the names of before, if layers of one side alone send the same in turn."""
+    """Return the sums of after under the names of before, if both sides have the same sequence of traffic
+    under different names."""
     old, new = _of_one_side(before, after), _of_one_side(after, before)
     alike = len(old) == len(new) and all(
         one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)

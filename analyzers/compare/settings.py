@@ -1,4 +1,4 @@
-"""What was set up otherwise in two runs: command, libraries, environment, devices, sharding, optimizers."""
+"""Differences in the setup of two runs: command, libraries, environment, devices, sharding, optimizers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PORT = re.compile(r"(?<=[\w.\]]):\d{1,5}(?=/|$)")
 
 
 def setting_changes(before: RunSummary | None, after: RunSummary | None) -> list[SettingChange]:
-    """Return what was set up otherwise; nothing unless both sides are runs."""
+    """Return the differences in setup; none unless both sides are runs."""
     if before is None or after is None:
         return []
     return changed(_setup(before), _setup(after))

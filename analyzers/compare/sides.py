@@ -47,15 +47,16 @@ from fsdp2prof.units import format_bytes, format_frac, format_ns, plural
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, category_label, op_label
 
 _MORE = 0.1
-"""Part of a step that ranks wait longer for a processor, and of all processors that others use more, from
-which on a change of step time is not the program's alone."""
+"""Thresholds for a changed machine: additional part of a step that ranks wait for a processor, and
+additional part of all processors that other programs use."""
 
 
 def machine_change(before: ProcessorUse | None, after: ProcessorUse | None) -> str | None:
-    """Say which side's ranks waited for processors that other programs used; None unless one did much more.
+    """Return which side's ranks waited for processors used by other programs; None unless one waited much
+    more.
 
-    Ranks that starve one another (too many threads) wait too, but leave others no larger part: that is a
-    change of the program.
+    Ranks that starve each other (too many threads) also wait, but other programs then use no larger part:
+    that is a change of the program.
     """
     if before is None or after is None:
         return None
@@ -77,7 +78,7 @@ _MEASURES = tuple(field.name for field in fields(CommFigures))
 def fold_changes(rows: Sequence[CommChange]) -> list[CommChange]:
     """Fold layers that send the same before and the same after into one row each, their sums.
 
-    One whose exposed time changed much more than its siblings' keeps a row of its own.
+    A layer whose exposed time changed much more than its siblings' has its own row.
     """
     return _folded(rows, [abs(row.delta.exposed_ns or 0) for row in rows])
 
@@ -130,7 +131,7 @@ _BUSY = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """One side: what is known of it, each part absent where it is not."""
+    """One side of a comparison; missing parts are None."""
 
     path: str
     kind: str
@@ -238,7 +239,7 @@ def _describe(side: Side, spread: StepSpread | None) -> ComparedInput:
 
 
 def _spreads(before: Side, after: Side) -> tuple[StepSpread | None, StepSpread | None]:
-    """Return the spreads of unrecorded steps, else of traced ones: whichever both sides know."""
+    """Return the spreads of unrecorded steps, otherwise of traced ones: those that both sides have."""
     unrecorded = unrecorded_spread(unrecorded_of(before)), unrecorded_spread(unrecorded_of(after))
     traced = traced_spread(before.trace), traced_spread(after.trace)
     return next((pair for pair in (unrecorded, traced) if None not in pair), (None, None))
@@ -253,7 +254,7 @@ def unrecorded_of(side: Side) -> UnrecordedStep | None:
 
 
 def _rank_pairs(before: Mapping[int, Peak], after: Mapping[int, Peak]) -> list[tuple[int, int]]:
-    """Pair the ranks that both sides have, else the fullest of each."""
+    """Pair the ranks that both sides have, otherwise the rank with the highest peak of each."""
     if not before or not after:
         return []
     shared = sorted(set(before) & set(after))
@@ -335,13 +336,13 @@ _SAME = 0.0005
 
 
 def verdict(comparison: RunComparison) -> list[str]:
-    """Say at most three things: the step, what changed most in it, memory."""
+    """Return at most three sentences: the step, its largest change, memory."""
     memory = comparison.memory.verdict if comparison.memory is not None else []
     return [*_step(comparison), *_place(comparison), *memory][:3]
 
 
 def equalities(comparison: RunComparison) -> list[str]:
-    """Say what both sides have in common to the byte."""
+    """Return the quantities that are equal to the byte on both sides."""
     lines = []
     rows = comparison.communication
     equal = sum(row.equal for row in rows)

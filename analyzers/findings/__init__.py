@@ -1,10 +1,11 @@
-"""Findings in words: a room's ``.ini`` here declares each finding, its rule yields the values.
+"""Texts of findings: an ``.ini`` file declares each finding, and a rule provides the values.
 
-A section is a finding, ``[finding/variant]`` another wording of it that inherits what it does not set, as one
-that is ``like`` another section does. A text names its values in braces, with a format of :data:`_FORMATS`
-or Python's: ``{held:bytes}``, ``{parameters:n parameter}``. A part in ``[[double brackets]]`` is left out
-where a value of it is None; elsewhere such a value, or a missing one, is ``unknown``: words end no analysis.
-The files are read at every start: INI takes a quarter of the time of YAML.
+A section is a finding, ``[finding/variant]`` a variant of its text that inherits what it does not set;
+``like`` inherits from another section. A text names its values in braces, with a format of
+:data:`_FORMATS` or Python's: ``{held:bytes}``, ``{parameters:n parameter}``. A part in ``[[double
+brackets]]`` is left out if one of its values is None; elsewhere a None or missing value is printed as
+``unknown``, so a text never stops an analysis. The files are read at every start: INI takes a quarter of
+the time of YAML.
 """
 
 from __future__ import annotations
@@ -94,9 +95,9 @@ def declared(room: str, option: str) -> frozenset[str]:
 
 
 def worded(room: str, key: str, values: Mapping[str, object]) -> Callable[[str], str]:
-    """Return what gives a text of a section by its name, with its values; texts may name one another.
+    """Return a function that fills a section's texts by name; texts may refer to each other.
 
-    A variant that is not declared has the words of its finding.
+    An undeclared variant has the texts of its finding.
     """
     known = wordings(room)
     texts = known.get(key) or known[key.partition("/")[0]]
@@ -112,10 +113,10 @@ def finding(
     fqn: str | None = None,
     **said: object,
 ) -> Finding:
-    """Return a finding whose message says what is wrong, then what to change.
+    """Return a finding whose message states the problem, then the change.
 
-    Its texts know its evidence, its layer as ``fqn``, and what else is ``said``. ``severity`` is that of a
-    section which declares none.
+    Its texts can use its evidence, its layer as ``fqn``, and the values in ``said``. ``severity`` is for
+    sections that declare none.
     """
     text = worded(room, key, {"fqn": fqn, **(evidence or {}), **said})
     return Finding(

@@ -1,1 +1,1 @@
-"""Where a job stands, by what torch's Flight Recorder kept of its ranks."""
+"""Analysis of a hang from torch's Flight Recorder dumps."""

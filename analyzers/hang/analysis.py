@@ -35,7 +35,7 @@ from fsdp2prof.tables.flight_recorder import SOME_OP, FlightDump, Issued, RankSt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch:
-    """Ranks that issued something else than the others under one sequence number."""
+    """Ranks that issued a different collective from the others under one sequence number."""
 
     kind: str
     """As in :class:`fsdp2prof.results.hang.HangMismatch`."""
@@ -113,7 +113,7 @@ def _mismatch(group: GroupCalls, seq: int, odd: list[int], usual: list[int]) -> 
 def _kind(
     expected: Sequence[Signature], found: Sequence[Signature], before: Sequence[Signature]
 ) -> tuple[str | None, int]:
-    """Classify a mismatch by the calls that follow, else by earlier ones; None where neither decides."""
+    """Classify a mismatch by the calls that follow, otherwise by earlier ones; None if neither decides."""
     if len(expected) > 1 and len(found) > 1 and (expected[1], expected[0]) == (found[0], found[1]):
         return "swapped", 0
     if count := _ahead(expected, found):
@@ -144,7 +144,7 @@ def _differing(expected: Sequence[Issued], found: Sequence[Issued]) -> tuple[Iss
 
 
 def layer_of(one: Issued, dump: FlightDump, manifest: RankManifest | None) -> Layer | None:
-    """Return the layer of a call of a rank's dump; None where it is not FSDP's or is unknown."""
+    """Return the layer of a call in a rank's dump; None if it is not FSDP's or is unknown."""
     if manifest is None or one.p2p:
         return None
     for cycle in step_cycles(manifest):
@@ -270,7 +270,7 @@ def _followed(standings: Sequence[HangStanding], hang: _Hang) -> HangStanding | 
 
 
 class _Hang:
-    """The dumps of a job, and what is asked of them again and again."""
+    """The dumps of a job, with cached lookups."""
 
     def __init__(
         self,

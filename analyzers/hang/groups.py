@@ -16,7 +16,7 @@ _ANY_OUTPUT = {"all_to_all", "gather", "all_gather_v", "reduce_scatter_v"}
 """Operations to which ranks rightly bring, or of which they get, tensors of different sizes."""
 
 Signature = tuple[tuple[object, ...], ...]
-"""What all ranks must agree on: per call of one sequence number its operation, sizes and dtypes."""
+"""Properties that all ranks must agree on for one sequence number: operation, sizes and dtypes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +48,10 @@ class GroupCalls:
 
 
 def group_calls(dumps: Sequence[FlightDump], manifests: Mapping[int, RankManifest]) -> list[GroupCalls]:
-    """Sort the collectives of all ranks by process group, in the order in which groups were first used.
+    """Sort the collectives of all ranks by process group, in the order of first use.
 
-    A group's ranks are those its dumps or manifests name; else all ranks for the default group, or those
-    that used a group of this name.
+    A group's ranks are those its dumps or manifests list; otherwise all ranks for the default group, or
+    those that used a group of this name.
     """
     world = _world(dumps, manifests)
     used: dict[str, list[int]] = defaultdict(list)
@@ -79,7 +79,7 @@ def group_calls(dumps: Sequence[FlightDump], manifests: Mapping[int, RankManifes
 
 
 def signature(calls: Sequence[Issued]) -> Signature:
-    """Return what the ranks must agree on."""
+    """Return the properties that the ranks must agree on."""
     return tuple(
         (
             one.op,
@@ -146,15 +146,15 @@ _DOING: tuple[tuple[str, str, str], ...] = (
     (r"/multiprocessing/|/subprocess\.py$|/concurrent/futures/", "", "waiting_for_process"),
     (r"/(?:threading|queue)\.py$", r"wait|acquire|get|put|join", "waiting_for_thread"),
 )  # fmt: skip
-"""What a call is doing, by the file and the function of the innermost frame that says it."""
+"""Activity of a call, by the file and the function of the innermost frame that identifies it."""
 _GENERAL = ("using_network", "waiting_for_process", "waiting_for_thread")
-"""What anything may do: said only where no other call says more."""
+"""Activities that are reported only if no other call identifies one."""
 _PATTERNS = [(re.compile(file), re.compile(name or "."), doing) for file, name, doing in _DOING]
 _IN_COLLECTIVES = ("communicating", "sharding")
 
 
 def stack_of(stacks: RankStacks) -> HangStack | None:
-    """Return where a rank's main thread stands; None where its stack is not there."""
+    """Return the stack of a rank's main thread; None without its stack."""
     if stacks.main is None:
         return None
     frames = [one for one in stacks.main.frames if not _RECORDER.search(one.file)]
@@ -207,14 +207,15 @@ def _is_named(frame: StackFrame) -> bool:
 
 
 def _own(python: Sequence[StackFrame]) -> StackFrame:
-    """The innermost frame of the user's own code, else of a package other than torch, else the innermost."""
+    """The innermost frame of the user's own code, otherwise of a package other than torch, otherwise the
+    innermost frame."""
     own = (one for one in python if not (_INSTALLED.search(one.file) or _is_foreign(one)))
     package = (one for one in python if not _is_foreign(one))
     return next(own, None) or next(package, None) or python[0]
 
 
 def _is_foreign(frame: StackFrame) -> bool:
-    """Whether a frame is of Python's own library, of torch, or of text that was compiled."""
+    """Whether a frame belongs to Python's standard library, to torch, or to dynamically compiled code."""
     of_python = _STANDARD.search(frame.file) is not None and _INSTALLED.search(frame.file) is None
     return of_python or any(pattern.search(frame.file) for pattern in (_TORCH, _COMPILED_TEXT))
 

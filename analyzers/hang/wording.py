@@ -1,4 +1,5 @@
-"""The sentences of a hang: the collective and the lines in which ranks wait, the culprits, and what to do."""
+"""Sentences about a hang: the blocked collective, the lines where ranks wait, the ranks at fault, and
+advice."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from fsdp2prof.vocabulary import doing_label, dtype_label, op_label, printable, 
 
 _LISTED = 8
 _ENDED_BY_OTHERS = (None, "SIGTERM", "KeyboardInterrupt")
-"""Errors without a reason: somebody else ended the rank."""
+"""Errors that only say that another process ended the rank."""
 _SHOWN = 3
 """Places that a sentence names."""
 _BY_PLACE = ("not_come", "no_dump", "stacks", "none")
@@ -29,7 +30,7 @@ _BY_PLACE = ("not_come", "no_dump", "stacks", "none")
 
 
 def verdict(hang: HangAnalysis) -> list[str]:
-    """At most five sentences: the cause, the collective that blocks the job, the lines, what to check."""
+    """Return at most five sentences: the cause, the collective that blocks the job, the lines, the advice."""
     ended = _endings(hang.ranks, hang.culprits)
     sentences = [*([] if ended is None else [ended]), *_cause(hang)]
     sentences += [_places(hang.places)] if hang.places else []
@@ -61,7 +62,7 @@ def _cause(hang: HangAnalysis) -> list[str]:
 
 
 def hang_findings(hang: HangAnalysis) -> list[Finding]:
-    """The cause as a finding; none where no rank waits."""
+    """Return the cause as a finding; none if no rank waits."""
     if hang.cause in ("none", "stacks"):
         return []
     calls = [one.expected for one in hang.mismatches[:1]] or [one.call for one in hang.standings[:1]]
@@ -187,7 +188,7 @@ def _places(places: Sequence[HangPlace]) -> str:
 
 
 def _advice(places: Sequence[HangPlace], culprits: Sequence[int]) -> str | None:
-    """Advise what to check, by the lines of the culprits; None without their stacks."""
+    """Return advice by the activity of the ranks at fault; None without their stacks."""
     theirs = [one for one in places if set(one.ranks) & set(culprits)]
     if not theirs:
         return None

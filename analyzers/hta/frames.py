@@ -54,9 +54,9 @@ def hta_trace(trace: Trace, *, cuda_names: bool = True) -> Any:
 
 @contextlib.contextmanager
 def calling_hta(what: str, trace: Trace) -> Iterator[None]:
-    """Call HTA silently: it logs, prints, warns, and fails with whatever its arithmetic hits.
+    """Call HTA silently: it logs, prints, warns, and raises arbitrary errors.
 
-    Such a failure becomes a ``TraceError`` that says what could not be computed on which trace.
+    Such an error becomes a ``TraceError`` that names the analysis and the trace.
     """
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -156,10 +156,10 @@ def need_device(trace: Trace, what: str) -> None:
 
 
 def choose_step(trace: Trace, step: int | None) -> tuple[int | None, int | None]:
-    """Return the step asked for, else the middle one, with its duration on the host in nanoseconds.
+    """Return the requested step, otherwise the middle one, with its duration on the host in nanoseconds.
 
-    Neither in a trace without steps: the first and the last one often lack events. Raises ``TraceError`` for
-    a step that is not there.
+    Both are None for a trace without steps: the first and the last step often lack events. Raises
+    ``TraceError`` for an unknown step.
     """
     steps = host_steps(trace.labels)
     durations = dict(zip(steps.step.tolist(), (steps.end_ns - steps.start_ns).tolist(), strict=True))

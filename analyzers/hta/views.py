@@ -42,7 +42,7 @@ _BOUNDS = {
     "gpu_kernel_kernel_overhead": "between_kernels",
     "gpu_kernel_launch_overhead": "launch_delay",
 }
-"""HTA's names of what bounds a segment of the critical path, and ours."""
+"""HTA's names of the bounds of critical path segments -> ours."""
 
 _REMEDIES = {
     "host": "Reduce host work to shorten this step: fewer and larger operators (torch.compile, "
@@ -59,7 +59,7 @@ _REMEDIES = {
 def critical_path(trace: Trace, step: int | None = None) -> CriticalPath:
     """Find the critical path of a step, by default the middle one.
 
-    Raises ``TraceError`` for a CPU trace, a step that is not there, or a trace HTA cannot order.
+    Raises ``TraceError`` for a CPU trace, an unknown step, or a trace that HTA cannot order.
     """
     need_device(trace, "critical path")
     number, step_ns = choose_step(trace, step)
@@ -209,7 +209,7 @@ def _idle_verdict(rows: Sequence[StreamIdle], streams: Sequence[StreamUse]) -> l
 
 
 _MANY = 0.5
-"""Share of launches with short work from which the host's pace is what to work on."""
+"""Share of launches with short work from which the advice is to reduce host work."""
 
 
 def launch_statistics(trace: Trace) -> LaunchStatistics:
@@ -382,7 +382,7 @@ def _diff_verdict(before_ns: int | None, after_ns: int | None, rows: Sequence[Na
 
 
 def _largest(rows: Sequence[NameChange], where: str) -> str | None:
-    """Name what changed most on the device, or on the host."""
+    """Name the largest change on the device, or on the host."""
     row = next((row for row in rows if row.where == where and row.diff_ns), None)
     if row is None:
         return None

@@ -1,1 +1,1 @@
-"""The ledger of lost time: every nanosecond of a step, charged once to its cause, and what to do about it."""
+"""The ledger of lost time: every nanosecond of a step, charged to exactly one cause, with remedies."""

@@ -1,4 +1,4 @@
-"""The ledger of a trace analysis: rules enter every charge once, what is worth acting on comes first."""
+"""Build the ledger of a trace analysis: rules enter every charge once; reported entries come first."""
 
 from __future__ import annotations
 
@@ -56,12 +56,11 @@ def with_ledger(
     thresholds: FindingThresholds | None = None,
     additional_ns: Mapping[int, int] | None = None,
 ) -> TraceAnalysis:
-    """Return the analysis with its ledger and the findings made of it.
+    """Return the analysis with its ledger and the findings made from it.
 
-    ``additional_ns`` is the time of a rank's kernels or operators beyond those that another rank runs.
-
-    Without ``charges`` of its ranks the ledger follows from the breakdown and the rows by layer: then waiting
-    for other ranks is not told from communication, nor evaluation from training.
+    ``additional_ns`` is the time of a rank's kernels or operators beyond those of other ranks. Without
+    ``charges`` of its ranks, the ledger follows from the breakdown and the rows by layer; then waiting for
+    other ranks is not separated from communication, nor evaluation from training.
     """
     book = Book(
         analysis,
@@ -97,7 +96,7 @@ def with_ledger(
 
 
 def findings_of(ledger: Ledger, beside: Sequence[Finding] = ()) -> list[Finding]:
-    """Return the told entries as findings, in their order, among others by severity."""
+    """Return the reported entries as findings, in their order, among others by severity."""
     found = [*map(_finding, _worth_noting(ledger)), *beside]
     return sorted(found, key=lambda one: (SEVERITIES.index(one.severity), -cost_frac(one)))
 
@@ -162,7 +161,7 @@ def _ledger(book: Book) -> Ledger:
 _LISTED = 8
 """Entries that a short table lists."""
 _WORTH_A_ROW = 0.01
-"""Fraction of a step from which lost time has a row of its own."""
+"""Fraction of a step from which lost time has its own row."""
 
 
 def _rest(entries: Sequence[LedgerEntry], total_ns: int, windows: int) -> LedgerRest | None:
@@ -176,11 +175,12 @@ def _rest(entries: Sequence[LedgerEntry], total_ns: int, windows: int) -> Ledger
 
 
 _CAUTION = 0.5
-"""What the gain of a remedy with care counts for in the order, against changes that leave results alone."""
+"""Factor for the gain of a remedy with care when entries are ordered, relative to changes that keep
+results."""
 
 
 def in_order(entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
-    """Return the told entries by what their remedies gain, then the others by their time."""
+    """Return the reported entries by the gains of their remedies, then the others by time."""
 
     with_care = declared("ledger", "with_care")
 
@@ -193,7 +193,8 @@ def in_order(entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
 
 
 def charges_of(analysis: TraceAnalysis) -> list[Charge]:
-    """Return what breakdown and rows by layer say, where the ranks' own charges are not at hand."""
+    """Return charges from the breakdown and the rows by layer, if the ranks' own charges are not
+    available."""
     found: list[Charge] = []
     exposed: dict[tuple[int, int], int] = defaultdict(int)
     for row in analysis.groups:

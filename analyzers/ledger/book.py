@@ -66,7 +66,7 @@ _REASONS = {
 """``why`` of a charge -> the same in words."""
 
 _NEARLY_IN_ONE = 0.9
-"""Part of some time in one of several steps, from which on it is that step's alone."""
+"""Fraction of a time in one of several steps, from which it counts as that step's alone."""
 _NEARLY_ALL = 0.98
 """Part of a gain from which on it is called all of the time."""
 _BESIDE = " Including other losses at this line"
@@ -130,7 +130,8 @@ class Book:
 
     @cached_property
     def training_alike(self) -> list[set[int]]:
-        """Ranks by what they train: those that FSDP's groups join. Stages of a pipeline are apart."""
+        """Ranks grouped by the parameters they train, as FSDP's groups join them; pipeline stages are
+        separate."""
         sets: list[set[int]] = []
         for manifest in self.manifests:
             members = {one.name: one.ranks for one in manifest.process_groups}
@@ -216,9 +217,10 @@ class Book:
         return sites.most_common(1)[0][0] if sites else None
 
     def hideable_ns(self, charges: Iterable[Charge]) -> int:
-        """Return how much of some exposed time overlap could hide at most: as much as its phase computes.
+        """Return how much of an exposed time overlap could hide at most: the compute of its phase.
 
-        Of offloaded parameters the copies come first: what they are exposed for is not left to hide behind.
+        With offloaded parameters the copies come first: compute cannot also hide the time for which they
+        are exposed.
         """
         exposed, compute = Counter[tuple[int, int, str]](), Counter[tuple[int, int, str]]()
         copies = self.left("offload") if self.offloads else []
@@ -232,9 +234,10 @@ class Book:
         return sum(max(0, min(ns, compute[place])) for place, ns in exposed.items())
 
     def least_ns(self, charges: Iterable[Charge], late: Collection[int] = ()) -> int:
-        """Return what an end of some charges gains on the rank that gains least, times the ranks.
+        """Return the gain from removing charges on the rank that gains least, times the ranks.
 
-        The others wait for that one, and gain no more. ``late`` ranks, for which others wait, do not count.
+        The others wait for that rank, and gain no more. ``late`` ranks, for which others wait, do not
+        count.
         """
         gained = {rank.rank: 0 for rank in self.analysis.ranks if rank.rank not in late}
         for one in charges:
@@ -276,10 +279,10 @@ class Book:
     ) -> None:
         """Enter charges under the section ``key`` of ``findings/ledger.ini``, if there are any.
 
-        An entry is reported if its remedy gains enough; a ``calm`` one is never reported alone, however
-        long it takes: no change to the script affects it. Texts know ``cost`` (the sum of the charges), rank,
-        layer, evidence, and what else is ``said``. An entry is unsure where ``known`` is false. ``late`` are
-        the ranks that the others wait for: a gain is at most that of the other rank that gains least.
+        An entry is reported if its remedy gains enough; a ``calm`` one is never reported alone, because no
+        change to the script affects it. Texts can use ``cost`` (the sum of the charges), rank, layer,
+        evidence, and the values in ``said``. An entry is unsure if ``known`` is false. ``late`` are the
+        ranks that the others wait for: a gain is at most that of the other rank that gains least.
         """
         if not charges:
             return

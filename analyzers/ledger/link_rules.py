@@ -25,7 +25,7 @@ _OFF = {"NCCL_P2P_DISABLE": ("1",), "NCCL_P2P_LEVEL": ("LOC", "0")}
 
 
 def enter_links(book: Book) -> None:
-    """Enter what slow links cost, before anything else is said of waits and of transfers."""
+    """Enter the cost of slow links, before any other waits and transfers."""
     if book.on_device:
         _shared_devices(book)
         _slow_groups(book)
@@ -35,7 +35,8 @@ def enter_links(book: Book) -> None:
 def _shared_devices(book: Book) -> None:
     """Enter the waits of ranks that share a device: no single rank causes them.
 
-    Their kernels run in turns, and NCCL reaches a rank of the same device through the host or a network.
+    Their kernels alternate on the device, and NCCL reaches a rank of the same device through the host or a
+    network.
     """
     places = {one.rank: one.device_key for one in book.manifests if one.device_key is not None}
     many = Counter(places.values())

@@ -1,4 +1,4 @@
-"""What the recorder saw of the machine: processors that ranks waited for, and how many share them."""
+"""Observations of the machine: processors that ranks waited for, and the number of ranks that share them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _STARVED = 0.1
 """Part of a step that the training thread waits for a processor, from which on its host is called starved."""
 _MORE = 2
-"""How many times as long as the others a rank waits for a processor that is starved alone."""
+"""Ratio of processor waiting to the other ranks' from which a rank counts as starved."""
 
 
 def waited_ns(manifest: RankManifest) -> dict[int, int]:
@@ -84,9 +84,9 @@ def processor_use(manifests: Sequence[RankManifest]) -> ProcessorUse | None:
 
 
 def _others_frac(ranks: Sequence[RankManifest]) -> float | None:
-    """Return the part of a host's processor time that was not the ranks'; None unknown.
+    """Return the fraction of a host's processor time not used by the ranks; None if unknown.
 
-    Each rank's own part is of its own captured steps: ranks capture the same ones.
+    Each rank's part is from its own captured steps; all ranks capture the same ones.
     """
     own, taken = 0.0, []
     for rank in ranks:
@@ -101,7 +101,7 @@ def _others_frac(ranks: Sequence[RankManifest]) -> float | None:
 
 
 def oversubscribed(manifests: Sequence[RankManifest]) -> tuple[str, str]:
-    """Say whose ranks have more threads than processors, and what they can change; else nothing."""
+    """Return which ranks have more threads than processors and the remedy; otherwise empty texts."""
     hosts: dict[str, list[MachineInfo]] = defaultdict(list)
     for one in manifests:
         if one.machine is not None and one.machine.torch_threads and one.machine.usable_cores:

@@ -1,4 +1,4 @@
-"""What the recording shows beside the ledger: padding, a root that stays gathered, steps of several kinds."""
+"""Observations outside the ledger: padding, a root that stays gathered, steps of several kinds."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from fsdp2prof.results.finding import Finding
 from fsdp2prof.units import format_ns, plural
 
 _UNLIKE = 1.2
-"""How many times as many all-gathers make a step of another kind: a root that stays gathered has fewer."""
+"""Ratio of all-gathers that makes a step a different kind: a root that stays gathered has fewer."""
 _FIRST = 2
 """Steps of a recording of which the first one counts like the others."""
 _KINDS = 3
-"""Kinds of steps that have names of their own."""
+"""Maximum number of kinds of steps that are named."""
 
 finding = partial(findings.finding, "ledger")
 
 
 def notes(book: Book) -> list[Finding]:
-    """Return what is known without a cost."""
+    """Return the observations without a cost."""
     return [*_anomaly(book), *_hooks(book), *_padding(book), *_root_kept(book), *_unlike_steps(book)]
 
 

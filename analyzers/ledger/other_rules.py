@@ -16,7 +16,8 @@ from fsdp2prof.units import dtype_bytes, plural
 from fsdp2prof.vocabulary import op_label
 
 _MOST_OF_MODEL = 0.5
-"""Part of the bytes that forward gathers, from which on gathers outside FSDP are of the whole model."""
+"""Fraction of the bytes gathered in forward from which gathers outside FSDP count as gathers of the whole
+model."""
 _SAVES = re.compile(
     r"(?:^|[ (._])(?:\w*save\w*|inner_func)\(\) in "
     r"|\((?:\w*save\w*|checkpoint|(?:write|store|dump|make|take|create|do|maybe)_\w*checkpoint\w*"
@@ -87,7 +88,8 @@ def _unlabelled(book: Book) -> bool:
 def _other_parallelism(book: Book) -> None:
     """Enter collectives of tensor, context, expert or pipeline parallelism.
 
-    Gloo's traces name no group: in such a training, collectives that layers issue are of that parallelism.
+    Gloo's traces name no group: in such a training, collectives that layers issue are assumed to belong to
+    that parallelism.
     """
     known = {group.name: group for manifest in book.manifests for group in manifest.process_groups}
     sharding = {
@@ -163,7 +165,7 @@ def _gathers_tensors(charge: Charge) -> bool:
 
 
 def _kind(charge: Charge) -> str:
-    """Return the kind of a collective outside FSDP, by its operator where that is more specific."""
+    """Return the kind of a collective outside FSDP, by its operator if that is more specific."""
     operator = charge.operator or ""
     if "barrier" in operator:
         return "barrier"
@@ -171,7 +173,8 @@ def _kind(charge: Charge) -> str:
 
 
 def _of_gradients(book: Book, mine: list[Charge]) -> bool:
-    """Whether all-reduces carry what FSDP reduced: shards of gradients, one by one or all together."""
+    """Whether all-reduces carry tensors that FSDP already reduced: shards of gradients, one by one or
+    together."""
     manifest = next((one for one in book.manifests if one.param_groups), None)
     groups = [] if manifest is None else manifest.param_groups
     sizes = {
@@ -201,12 +204,12 @@ def _of_ignored(book: Book, mine: list[Charge], count: float) -> bool:
 
 
 def _own_count(book: Book) -> float:
-    """Count FSDP's collectives a step: on gloo, a few small ones beside them cost what their latency is."""
+    """Count FSDP's collectives per step: on gloo, a few small ones beside them cost only their latency."""
     return sum(one.count for one in book.left("communication")) / book.rank_steps
 
 
 def _change(kind: str, site: str | None) -> str:
-    """Return what to change, at the line that calls one of torch's functions where it names one."""
+    """Return the remedy, specific to the torch function that the line calls if it names one."""
     texts = wordings("ledger")
     change = texts.get(f"outside_fsdp/{kind}", texts["outside_fsdp/other"])["change"]
     if site is None:

@@ -1,4 +1,4 @@
-"""Waiting for other ranks in the ledger: for one that is slow, for whichever comes last, at the start."""
+"""Rules for waiting for other ranks: for a slow rank, for whichever is last, at the start."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OFTEN_LATE = 0.75
 _WORKING = ("compute", "host", "host_pause", "fsdp_copy")
 """Causes that a rank with more to do has more of."""
 _OWN_LOSS = {"data_loader": ("data_loader",), "host": ("host_pause", "garbage_collection")}
-"""What a late rank lost itself while the others waited, by kind of work."""
+"""Enter the time that a late rank lost itself while the others waited, by kind of work."""
 
 
 def enter_waits(book: Book) -> None:
@@ -150,7 +150,7 @@ def _as_late(book: Book, waits: Sequence[Charge], late: Collection[int]) -> set[
 
 
 def _own_loss(book: Book, cause: str, rank: int) -> list[Charge]:
-    """Take what a rank lost to a cause, if the others lost much less to it."""
+    """Take the time that a rank lost to a cause, if the others lost much less to it."""
     lost: Counter[int] = Counter()
     for one in book.left(cause):
         lost[one.rank] += one.ns
@@ -161,7 +161,7 @@ def _own_loss(book: Book, cause: str, rank: int) -> list[Charge]:
 def own_excess(
     book: Book, taken: Sequence[Charge], rank: int, wanted: float, causes: Sequence[str] = _WORKING
 ) -> list[Charge]:
-    """Take what a late rank spends beyond the others, up to the time by which it is late."""
+    """Take the time that a late rank spends beyond the others, up to the time by which it is late."""
     left = int(wanted) - sum(one.ns for one in taken if one.rank == rank)
     others = max(1, len(book.analysis.ranks) - 1)
     found: list[Charge] = []
@@ -187,7 +187,7 @@ def _main_site(charges: Sequence[Charge], kind: str) -> str | None:
 
 
 def main_cause(charges: Sequence[Charge]) -> tuple[str, str | None, str | None]:
-    """Return kind, words and layer of what made a rank late most."""
+    """Return kind, text and layer of the main cause of a rank's delay."""
     sums: Counter[str] = Counter()
     texts: dict[str, Counter[tuple[str | None, str | None]]] = defaultdict(Counter)
     for one in charges:
@@ -236,8 +236,8 @@ def _for_pauses(book: Book) -> None:
 def _for_lines(book: Book) -> None:
     """Charge waiting for a rank that is late at one line of the script in most steps to that line.
 
-    On a CPU only, and only where no other rank is ever late at that line: any rank may be at a line that all
-    of them run when the system takes its processor. What it waited for one does not count.
+    On a CPU only, and only if no other rank is ever late at that line, because any rank may be at a common
+    line when the system takes its processor. Time that it waited for a processor does not count.
     """
     if book.on_device:
         return

@@ -1,4 +1,4 @@
-"""What replays of a recording say about the ledger's remedies: their gains, and the order that follows."""
+"""Apply replays of a recording to the ledger's remedies: their gains, and the resulting order."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SETTINGS = frozenset({"reshard", "forward_prefetch", "backward_prefetch", "sepa
 def with_replays(
     analysis: TraceAnalysis, tried: Sequence[WhatIfChange], thresholds: FindingThresholds | None = None
 ) -> TraceAnalysis:
-    """Return the analysis with the gains that replays found in place of stated bounds.
+    """Return the analysis with replayed gains in place of stated bounds.
 
-    A remedy that a replay shows to gain next to nothing is not proposed: the ledger still holds the time.
-    None gains more than the time of its entry: what a replay gains beside is charged to other causes.
+    A remedy whose replay gains almost nothing is not proposed: the ledger still contains the time. No gain
+    exceeds the time of its entry: the rest of a replay's gain is charged to other causes.
     """
     ledger = analysis.ledger
     if ledger is None:
@@ -38,9 +38,9 @@ def with_replays(
 def _proposed(
     tried: Sequence[WhatIfChange], remedies: Set[str | None], limits: FindingThresholds, on_device: bool
 ) -> list[WhatIfChange]:
-    """Return what was tried, with what is proposed marked; ``tried`` is ordered by what is gained.
+    """Return the replayed changes with proposals marked; ``tried`` is ordered by gain.
 
-    Of a CPU's collectives a replay shows the shape, not the time that a device would gain.
+    For a CPU's collectives a replay shows the shape, not the time that a device would gain.
     """
     rows, named = [], set()
     for row in tried:
@@ -99,7 +99,7 @@ def _not_recomputed(entry: LedgerEntry, limits: FindingThresholds, on_device: bo
 
 
 def _changed(analysis: TraceAnalysis, ledger: Ledger) -> TraceAnalysis:
-    """Return the analysis with another ledger, and everything that is said of it made anew."""
+    """Return the analysis with another ledger, and all its sentences recomputed."""
     own = {entry.id for entry in ledger.entries}
     beside = [one for one in analysis.findings if one.id not in own]
     changed = replace(analysis, ledger=ledger, findings=findings_of(ledger, beside))

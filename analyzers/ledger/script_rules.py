@@ -1,4 +1,4 @@
-"""What the script does in Python in the ledger: loops of small operators, and work outside of training."""
+"""Rules for the script's own Python work: loops of small operators, and work outside training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HALF = 0.5
 
 
 def enter_script(book: Book) -> None:
-    """Enter what the script's own lines take: outside of training by place, then loops by place."""
+    """Enter the time of the script's own lines: first work outside training by line, then loops by line."""
     _by_place(book, lambda one: one.why in ("outside", "outside_loop"), _enter_outside)
     _by_place(book, lambda one: one.why in ("loop", "outside_loop"), _enter_loop)
 
@@ -76,7 +76,7 @@ def _same_place(one: LedgerEntry, other: LedgerEntry) -> bool:
 def _by_place(
     book: Book, wanted: Callable[[Charge], bool], enter: Callable[[Book, list[Charge], str | None], bool]
 ) -> None:
-    """Enter charges place by place; those that are not worth it go back."""
+    """Enter charges line by line; return those that are too small."""
     mine = [one for cause in _RUNNING for one in book.take(cause, wanted)]
     places = _places(mine)
     by_place: dict[str | None, list[Charge]] = {}
@@ -116,7 +116,7 @@ def _close(one: re.Match[str], other: re.Match[str]) -> bool:
 
 
 def _enter_outside(book: Book, mine: list[Charge], place: str | None) -> bool:
-    """Enter what one place outside forward, loss, backward and optimizer computes; False if it pauses."""
+    """Enter the computation of one line outside forward, loss, backward and optimizer; False if it pauses."""
     site = None if place is None else _SITE.fullmatch(place)
     called = None if site is None else site["call"]
     working = sum(one.ns for one in mine if one.cause == "compute")

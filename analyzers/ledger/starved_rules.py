@@ -62,7 +62,7 @@ def _waited_while_ready(book: Book, causes: Sequence[str]) -> dict[tuple[int, in
 
 
 def _pool(book: Book, causes: Sequence[str]) -> Counter[tuple[int, int]]:
-    """Return rank and step -> what is left of the causes."""
+    """Return rank and step -> remaining time of the causes."""
     pool: Counter[tuple[int, int]] = Counter()
     for cause in causes:
         for one in book.left(cause):

@@ -1,4 +1,4 @@
-"""When a loss is worth a person's time."""
+"""Thresholds of findings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fsdp2prof.results.finding import Finding, Severity
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FindingThresholds:
-    """When a finding is worth a person's time; fractions are of the step unless said otherwise."""
+    """Thresholds of findings; fractions are of the step unless stated otherwise."""
 
     min_cost_frac: float = 0.01
-    """A loss below this is in the ledger and nowhere else."""
+    """Losses below this appear only in the ledger."""
     medium_cost_frac: float = 0.03
-    """From here on a loss is of medium severity, and its remedy is proposed."""
+    """From here on a loss has medium severity, and its remedy is proposed."""
     high_cost_frac: float = 0.1
-    """From here on a loss is of high severity."""
+    """From here on a loss has high severity."""
     cpu_cost_frac: float = 0.05
     """The same as ``medium_cost_frac`` for ranks that share the cores of a host, whose steps vary more."""
     small_payload_bytes: int = 8 << 20
@@ -38,7 +38,7 @@ class FindingThresholds:
     host_bound_frac: float = 0.1
     """Idle time because the host launched nothing."""
     slowdown: float = 1.5
-    """How many times as long tracing makes a step, from which on that is said first."""
+    """Slowdown by tracing from which it is reported first."""
     padding_frac: float = 0.02
     """Padding in sharded parameters, of their bytes."""
 
@@ -74,6 +74,6 @@ def worth_telling(severity: Severity) -> bool:
 
 
 def cost_frac(found: Finding) -> float:
-    """Return the cost of a finding as a fraction of the step; 0 where it has none."""
+    """Return the cost of a finding as a fraction of the step; 0 if it has none."""
     cost = found.evidence.get("cost_frac", 0.0)
     return float(cost) if isinstance(cost, (int, float)) else 0.0

@@ -94,7 +94,7 @@ def _every_micro_batch(book: Book) -> None:
 
 
 def _backwards_of_one_forward(book: Book, times: int) -> bool:
-    """Whether the recorder counts as many backwards as reductions, and no unit's forward as often."""
+    """Whether the recorder counts as many backwards as reductions, and no unit has as many forwards."""
     return any(manifest.param_groups for manifest in book.manifests) and all(
         group.forwards == 1 and group.reductions == times
         for manifest in book.manifests
@@ -104,9 +104,9 @@ def _backwards_of_one_forward(book: Book, times: int) -> bool:
 
 
 def _reductions(book: Book, op: str) -> tuple[int, bool]:
-    """How often every layer's gradients are reduced in a step, and whether the run itself says so.
+    """Reductions of every layer's gradients per step, and whether the run itself states them.
 
-    An optimizer that calls a closure reduces once a call: those are evaluations of the loss at other
+    An optimizer that calls a closure reduces once per call: those are evaluations of the loss at other
     parameters, not micro-batches.
     """
     seen = min((row.count for row in book.rows(op) if row.count), default=0)
@@ -193,7 +193,7 @@ def _gathered_every_micro_batch(book: Book) -> None:
 
 
 def _resharded_needlessly(book: Book) -> None:
-    """Enter the last layer or the root where it is gathered again as soon as backward begins."""
+    """Enter the last layer or the root if it is gathered again as soon as backward begins."""
     again: set[str] = set()
     for rows in _by_rank_step(book.rows("all_gather")).values():
         forward = [row for row in rows if row.phase == "forward"]
@@ -306,7 +306,7 @@ def _too_fine(book: Book) -> None:
 
 
 def _tiny_units(book: Book) -> set[str]:
-    """Return units below one mebibyte, where there are many of them or several in a block."""
+    """Return units below one mebibyte, if there are many of them or several in a block."""
     sizes: dict[str, int] = {}
     for row in book.rows("all_gather"):
         if row.count and row.payload_bytes is not None and row.fqn is not None and not is_root(row.fqn):
@@ -405,7 +405,7 @@ def _is_a_stage(fqn: str, shares: Mapping[str, tuple[int, float]]) -> bool:
 
 
 def _parts(book: Book, fqn: str) -> int:
-    """Count the blocks, or else the modules, of a unit that could be units; 0 without a manifest."""
+    """Count the blocks, or otherwise the modules, of a unit that could be units; 0 without a manifest."""
     group = next((one for one in book.groups if one.fqn == fqn), None)
     modules = {one.fqn.rpartition(".")[0] for one in group.parameters} if group else set()
     blocks = {block_of(one) for one in modules}

@@ -1,4 +1,5 @@
-"""The sentences of a ledger: what bounds the step, what to change first, what cannot be judged."""
+"""Sentences of a ledger: the bottleneck of the step, the first change to make, and limits of the
+recording."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ _SLOWED = 1.5
 
 
 def trace_verdict(analysis: TraceAnalysis) -> list[str]:
-    """Return at most three lines: the largest loss and what to try, or nothing; then the step's time."""
+    """Return at most three sentences: the largest loss and the change to try, or that there is none; then
+    the step time."""
     missing = _missing_records(analysis)
     if not analysis.totals.step_ns or any(rank.misses_records for rank in analysis.ranks):
         return missing
@@ -68,7 +70,8 @@ def _unexplained(ledger: Ledger, head: str) -> list[str]:
 
 
 def _nothing(tried: Sequence[WhatIfChange], ledger: Ledger) -> str:
-    """Say that no loss has a remedy, and what a replay of other settings gains, where it was made."""
+    """Return the sentence for a ledger without a remedy, with the gains of replayed settings if there are
+    any."""
     if not ledger.exact:
         return f"{NOTHING}."
     if not tried:
@@ -83,7 +86,7 @@ def _nothing(tried: Sequence[WhatIfChange], ledger: Ledger) -> str:
 
 
 def try_first(entry: LedgerEntry, ledger: Ledger) -> str:
-    """Say what to change, what it gains, and how that is known."""
+    """Return the change, its gain, and the basis of the gain."""
     remedy = entry.remedy
     assert remedy is not None
     change = f"Try this first: {remedy.change[0].lower()}{remedy.change[1:]}"
@@ -97,7 +100,7 @@ def try_first(entry: LedgerEntry, ledger: Ledger) -> str:
 
 
 def of_step(ledger: Ledger) -> str:
-    """Say which step an amount is of: tracing makes steps longer."""
+    """Return the kind of step that an amount refers to, because tracing makes steps longer."""
     return "of a traced step" if differs_traced(ledger.step_ns, ledger.unrecorded_step_ns) else "a step"
 
 
@@ -136,7 +139,7 @@ def collectives(book: Book) -> str:
 
 
 def not_judged(book: Book) -> list[str]:
-    """Say what this recording cannot show."""
+    """Return the limits of this recording."""
     found = []
     starved = book.frac(sum(charge.ns for cause, charge in book.booked if cause == "starved"))
     own = any(one.told and one.cause == "starved" for one in book.entries)
@@ -157,7 +160,7 @@ def not_judged(book: Book) -> list[str]:
 
 
 def trace_advice(analysis: TraceAnalysis) -> list[str]:
-    """Say how long an unrecorded step takes, and what this recording cannot show."""
+    """Return the unrecorded step time, and the limits of this recording."""
     if analysis.ledger is None or any(rank.misses_records for rank in analysis.ranks):
         return []
     tried = [] if analysis.what_if or not analysis.ledger.exact else [_REPLAY]
@@ -165,7 +168,7 @@ def trace_advice(analysis: TraceAnalysis) -> list[str]:
 
 
 def unrecorded_sentence(step: UnrecordedStep | None) -> list[str]:
-    """Say how long a step takes where nothing is recorded, and how much that varies."""
+    """Return the unrecorded step time and its spread."""
     if step is None:
         return []
     low, high = format_ns(step.lower_quartile_ns), format_ns(step.upper_quartile_ns)
@@ -194,7 +197,7 @@ def _missing_records(analysis: TraceAnalysis) -> list[str]:
 
 
 def _headline(ledger: Ledger) -> str:
-    """Say how long a step takes, and how long the traced one that all other times are of."""
+    """Return the step time, and the traced step time that all other times refer to."""
     traced, step = ledger.step_ns, ledger.unrecorded_step_ns
     if step is None:
         return f"A traced step takes {format_ns(traced)}."

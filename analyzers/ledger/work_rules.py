@@ -50,10 +50,10 @@ def _is_untrained(units: Collection[str], one: Charge) -> bool:
 
 
 def enter_repeated_update(book: Book) -> None:
-    """Enter the optimizer's matrix products where every rank computes all of them.
+    """Enter the optimizer's matrix products if every rank computes all of them.
 
-    Each rank does if the optimizer gathers the model's matrices once, and issues nothing else that could
-    exchange results. A rank of N that computes a share saves (N - 1) / N, less a second exchange.
+    This is the case if the optimizer gathers the model's matrices once, and issues nothing else that could
+    exchange results. A rank of N that computes its share saves (N - 1) / N, minus a second exchange.
     """
     beside = [one for one in book.left("other_communication") if one.phase == "optimizer"]
     trained = sum(
@@ -75,7 +75,7 @@ def enter_repeated_update(book: Book) -> None:
 
 
 def enter_work(book: Book) -> None:
-    """Enter what ran beside the training's own work, and all that no rule took."""
+    """Enter work outside the training itself, and all charges that no rule took."""
     _evaluation(book)
     _offload(book)
     _copies(book)
@@ -116,9 +116,9 @@ def _evaluation(book: Book) -> None:
 
 
 def _without_some_model(book: Book) -> set[int]:
-    """Return the steps that reduce no gradient of a root which others reduce: models updated in turns.
+    """Return the steps that reduce no gradient of a root which others reduce: models updated alternately.
 
-    A model may well run forward there for the sake of another: a generator for its discriminator.
+    A model may run forward there for another one: a generator for its discriminator.
     """
     reduced: dict[int, set[str]] = {step.step: set() for rank in book.analysis.ranks for step in rank.steps}
     for row in book.rows("reduce_scatter"):
@@ -190,7 +190,7 @@ def _copies(book: Book) -> None:
 
 
 def _recompute(book: Book) -> None:
-    """Enter recomputed forwards; those that run more than once again have a remedy."""
+    """Enter recomputed forwards; those recomputed more than once have a remedy."""
     mine = book.take("recompute")
     ran, again = (
         sum(one.count for one in mine if one.why == "forwards" and one.phase == phase)
@@ -205,7 +205,7 @@ def _recompute(book: Book) -> None:
 
 
 def _rest(book: Book) -> None:
-    """Enter recomputation, launch latency, useful compute, and what nothing explains."""
+    """Enter recomputation, launch latency, useful compute, and unexplained time."""
     _recompute(book)
     named = {"queued": "launch_latency", "unknown": "unknown_idle"}
     for cause in (*named, "compute"):
@@ -264,10 +264,10 @@ def _kernels(book: Book, kind: str, takes: Callable[[str], object]) -> tuple[lis
 
 
 def _gain_ns(book: Book, mine: Iterable[Charge], saved: float) -> int:
-    """Return what a part saved of some compute gains.
+    """Return the gain of saving a part of some compute.
 
-    Where the device idles for the host's launches, shorter kernels only make it idle longer: up to that time,
-    by phase, they gain nothing.
+    While the device waits for the host's launches, shorter kernels only make it idle longer: up to that
+    time, by phase, they gain nothing.
     """
     idle, spent = Counter[tuple[int, int, str]](), Counter[tuple[int, int, str]]()
     for cause, one in book.booked:
@@ -282,7 +282,7 @@ def _is_worth_it(book: Book, gain_ns: float) -> bool:
 
 
 def _of_kind(book: Book, kind: str, key: str, saved: float) -> None:
-    """Enter compute of one kind if the part of it that another setting saves is worth a person's time."""
+    """Enter compute of one kind if another setting would save a worthwhile part of it."""
     mine = book.take("compute", lambda one: one.why == kind)
     gain = _gain_ns(book, mine, saved)
     if _is_worth_it(book, gain):

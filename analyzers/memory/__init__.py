@@ -1,1 +1,2 @@
-"""What fills a device at its peak, by layer, phase and kind; out of memory, leaks, fragmentation."""
+"""Contents of a device's memory at its peak, by layer, phase and kind; out of memory, leaks,
+fragmentation."""

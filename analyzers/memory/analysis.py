@@ -45,7 +45,7 @@ _SEGMENTS = 10
 
 
 def fragmentation(view: PreparedRecording) -> Fragmentation | None:
-    """Describe the unused memory at the end of a recording; ``None`` where no blocks of it are known."""
+    """Describe the unused memory at the end of a recording; ``None`` without known blocks."""
     blocks, reserved = view.recording.blocks, view.reserved
     if not len(blocks) or reserved is None:
         return None
@@ -122,8 +122,8 @@ def _parts(blocks: BlockTable) -> dict[str, int]:
 
 _SMALL_REQUEST, _SMALL_SEGMENT = 1 << 20, 2 << 20
 _LARGE_REQUEST, _LARGE_SEGMENT, _LARGE_ROUND = 10 << 20, 20 << 20, 2 << 20
-"""CUDACachingAllocator: requests up to 1 MiB share segments of 2 MiB, those below 10 MiB segments of 20 MiB,
-and a larger one takes a segment of its own in steps of 2 MiB."""
+"""Segment sizes of CUDACachingAllocator: requests up to 1 MiB share segments of 2 MiB, those below 10 MiB
+segments of 20 MiB, and a larger one has its own segment in steps of 2 MiB."""
 
 
 def out_of_memory(view: PreparedRecording, manifest: RankManifest | None) -> OutOfMemory | None:
@@ -163,7 +163,7 @@ def out_of_memory(view: PreparedRecording, manifest: RankManifest | None) -> Out
 
 
 def _missing(requested: int, device_free: int | None) -> int | None:
-    """Bytes the driver lacked for the segment of a request; ``None`` unknown, or where it lacked none."""
+    """Bytes the driver lacked for the segment of a request; ``None`` if unknown or if it lacked none."""
     if device_free is None:
         return None
     lacking = _segment_bytes(requested) - device_free
@@ -187,7 +187,7 @@ def _largest_free(recording: MemoryRecording, requested: int, stream: int, order
 
 
 RankRecording: TypeAlias = "tuple[int, MemoryRecording, RankManifest | None]"
-"""A rank, one of its devices' recordings, and what the recorder said about the rank, if it did."""
+"""A rank, one of its devices' recordings, and the rank's manifest if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,9 +256,9 @@ def merge_results(analyses: Sequence[MemoryAnalysis]) -> MemoryAnalysis:
 
 
 def summarise(analysis: MemoryAnalysis) -> MemoryAnalysis:
-    """Fill in what is said of the first rank, the fullest: key figures, verdict and advice.
+    """Fill in the fields about the rank with the highest peak: key figures, verdict and advice.
 
-    Without a known lack of memory no finding but a leak is more than low.
+    Without a known lack of memory, only leaks have a severity above low.
     """
     ranks = analysis.ranks
     if not ranks:
@@ -319,7 +319,7 @@ def _figures(rank: RankMemory) -> MemoryFigures:
 
 
 def _merged(analyses: Iterable[tuple[int, Sequence[Finding]]]) -> list[Finding]:
-    """Say what many ranks have in common once, in the words of the first, and name the ranks."""
+    """Merge messages that several ranks share, in the words of the first, and name the ranks."""
     first: dict[tuple[str, str | None], Finding] = {}
     where: dict[tuple[str, str | None], list[int]] = {}
     for rank, findings in analyses:

@@ -40,7 +40,7 @@ _TAG = re.compile(
     rf"activity=(?P<activity>{'|'.join(ACTIVITIES)});fqn=(?P<fqn>.*)",
     re.DOTALL,
 )
-"""What the recorder writes into ``user_metadata``."""
+"""Format of the recorder's tags in ``user_metadata``."""
 
 
 _OF_MODULES = ("forward", "backward")
@@ -49,7 +49,7 @@ _OF_MODULES = ("forward", "backward")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attributed:
-    """Allocations with step, phase, fqn and activity filled in, and what they were joined to."""
+    """Allocations with step, phase, fqn and activity, and the source of each attribution."""
 
     allocations: AllocationTable
     phases: PhaseTable
@@ -111,7 +111,7 @@ def _recomputed(recording: MemoryRecording) -> BoolArray:
 
 
 def _with_tags(phases: PhaseTable, allocations: AllocationTable) -> AllocationTable:
-    """Take the recorder's tags where no label contradicts them; what others wrote there says nothing."""
+    """Use the recorder's tags where no label contradicts them; other writers' tags are ignored."""
     parsed = [*(_TAG.fullmatch(tag) for tag in allocations.tag.values), None]
     rows = allocations.tag.codes
     known = np.array([match is not None for match in parsed])[rows]
@@ -215,7 +215,7 @@ _PATH_PARTS = 2
 
 
 class StackKinds:
-    """What stacks alone say, decided once per distinct frame; rows of stacks may be -1, for none."""
+    """Attributions from stacks alone, decided once per distinct frame; a row's stack may be -1 for none."""
 
     def __init__(self, stacks: Stacks) -> None:
         self._stacks = stacks
@@ -229,7 +229,7 @@ class StackKinds:
         return found[rows]
 
     def phase(self, rows: IntArray) -> Strings:
-        """Phase of each row of stacks; ``other`` where a stack does not tell."""
+        """Phase of each row from its stack; ``other`` if the stack does not determine it."""
         code = np.full(len(rows), _PHASES.index("other"), dtype=np.int32)
         code[self.matching(rows, _OPTIMIZER)] = _PHASES.index("optimizer")
         code[self.matching(rows, _MODULE)] = _PHASES.index("forward")  # in a closure, too
@@ -238,9 +238,10 @@ class StackKinds:
 
 
 def own_frame(stack: Sequence[str]) -> str | None:
-    """Return the innermost Python frame outside torch: the line of the model or script that did it.
+    """Return the innermost Python frame outside torch: the line of the model or script.
 
-    Its path is cut to file and folder. A stack of torch's frames alone gives the innermost of them.
+    Its path is shortened to folder and file. For a stack with torch's frames alone, return the innermost
+    of them.
     """
     python = [frame for frame in stack if ".py" in frame]
     own = (frame for frame in python if not _TORCH_FRAME.search(frame))

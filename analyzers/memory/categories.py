@@ -55,10 +55,10 @@ _CATEGORIES = tuple(CATEGORIES)
 def categorize(
     attributed: Attributed, manifest: RankManifest | None, ends: IntArray | int
 ) -> AllocationTable:
-    """Return the allocations with category, and with the fqn of the storages the manifest knows.
+    """Return the allocations with category, and with the fqn of the storages in the manifest.
 
-    ``ends`` is when the history ended, or for each when the failure came that ended its work: work that was
-    cut short there counts by where it was cut.
+    ``ends`` is the end of the history, or per allocation the failure that ended its step: work that was
+    cut short there is classified at that time.
     """
     allocations = attributed.allocations
     rules = _Rules(allocations)
@@ -223,7 +223,7 @@ def _is_outside(allocations: AllocationTable) -> BoolArray:
 
 
 def _lifetime_rules(rules: _Rules, attributed: Attributed) -> None:
-    """Allocations of the model, the loss and the training loop, by what they live to see."""
+    """Classify allocations of the model, the loss and the training loop, by their lifetime."""
     allocations = attributed.allocations
     known = allocations.alloc_order >= 0
     phase = {name: known & allocations.phase.equals(name) for name in ("forward", "backward", "optimizer")}
@@ -256,7 +256,7 @@ def _outlives_backward(allocations: AllocationTable, phase: dict[str, BoolArray]
 
 
 def _next_time(times: IntArray, after: IntArray) -> IntArray:
-    """Return the first of ``times`` not before each time; ``NEVER`` where there is none."""
+    """Return the first of ``times`` not before each time; ``NEVER`` if there is none."""
     ordered = np.append(np.sort(times), NEVER)
     return np.asarray(ordered[np.searchsorted(ordered[:-1], after)], dtype=np.int64)
 

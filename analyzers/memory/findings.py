@@ -32,7 +32,7 @@ _STATES = ("sharded_parameter", "optimizer_state")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leak:
-    """What one place in the program leaves behind in every step."""
+    """Memory that one line of the program leaves allocated in every step."""
 
     bytes_per_step: int
     steps: int

@@ -1,8 +1,7 @@
-"""``fsdp2prof analyze trace|memory|run|hang|nccl``: read what a job left, analyse it, write the result.
+"""``fsdp2prof analyze trace|memory|run|hang|nccl``: read a job's files, analyse them, write the result.
 
-``analyze trace --critical-path`` and its like: one rank's trace through HolisticTraceAnalysis.
-
-Which part of a result is shown: ``--layer``, ``--show-rank``, ``--show-step``.
+``analyze trace --critical-path`` and similar options analyse one rank's trace with HolisticTraceAnalysis.
+``--layer``, ``--show-rank`` and ``--show-step`` filter the result.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ VIEW_FLAGS = ("--layer", "--show-rank", "--show-step")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """What is shown of a result that was analysed as a whole."""
+    """Filter of a result that was analysed as a whole."""
 
     layers: list[str] | None
     ranks: list[int] | None
@@ -207,9 +206,9 @@ def memory(
     gate: Gate,
     output: Output,
 ) -> None:
-    """Show what fills the device at the peak, by layer, phase and kind of tensor.
+    """Show the contents of device memory at the peak, by layer, phase and kind of tensor.
 
-    PATH is a run directory, a memory snapshot, or a folder of snapshots (one a rank).
+    PATH is a run directory, a memory snapshot, or a folder of snapshots (one per rank).
     """
     if diff is not None:
         refuse_given("--cluster", "--fail-on", *VIEW_FLAGS, because="--diff compares two peaks")
@@ -274,9 +273,11 @@ def run(
 @_run_beside
 @output_options()
 def hang(path: Path, *, run: Path | None, output: Output) -> None:
-    """Show which collective blocks a job, which ranks have not issued it, and which issue something else.
+    """Show which collective blocks a job, which ranks have not issued it, and which ranks issue a
+    different one.
 
-    PATH is a Flight Recorder dump, a folder of them (one a rank), or a run directory that holds them.
+    PATH is a Flight Recorder dump, a folder of dumps (one per rank), or a run directory that contains
+    them.
     """
     with output.progress(f"analysing the dumps of {path}"):
         from fsdp2prof.workflows.hang import analyze_hang

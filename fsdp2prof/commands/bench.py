@@ -34,10 +34,11 @@ def bench(
     quick: bool,
     output: Output,
 ) -> None:
-    """Let LAUNCHER (torchrun --nproc-per-node 8) start ranks that measure collectives over sizes, matrix
-    products, attention, copies, the host's pace, and products beside a collective.
+    """Start ranks with LAUNCHER (torchrun --nproc-per-node 8) that measure the cluster.
 
-    A result written as JSON (-o cluster.json) is a file for `estimate step --hardware`.
+    They measure collectives over sizes, matrix products, attention, copies, host dispatch, and matrix
+    products beside a collective. A result written as JSON (-o cluster.json) is a file for `estimate step
+    --hardware`.
     """
     from fsdp2prof.units import parse_bytes
     from fsdp2prof.workflows import bench as benches

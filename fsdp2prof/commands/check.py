@@ -1,4 +1,4 @@
-"""``fsdp2prof check``: is the sharding what you think?"""
+"""``fsdp2prof check``: check a run's sharding, parity, balance and environment."""
 
 from __future__ import annotations
 
@@ -184,9 +184,10 @@ def balance(
     fail_at: str,
     output: Output,
 ) -> None:
-    """Show how evenly the ranks share the work of a step, and what waiting for the slowest costs.
+    """Show how evenly the work of a step is distributed over the ranks, and the cost of waiting for the
+    slowest.
 
-    RUN was recorded with --watch (every step counts), or with traces (the traced steps do).
+    RUN was recorded with --watch (every step counts), or with traces (the traced steps count).
     """
     from fsdp2prof.workflows.balance import check_balance
 
@@ -249,11 +250,11 @@ def env(
     command: tuple[str, ...],
     output: Output,
 ) -> None:
-    """Run a launch command with a probe in place of the training, and judge what its ranks find.
+    """Run a launch command with a probe in place of the training, and check its ranks.
 
-    LAUNCHER is everything before your script: torchrun --nproc-per-node 8, or srun python. Rendezvous,
-    devices, versions, variables, sums over every mesh dimension, bandwidth, clocks, the disk for recordings,
-    and what NCCL connects the hosts with.
+    LAUNCHER is everything before your script: torchrun --nproc-per-node 8, or srun python. Checks
+    rendezvous, devices, versions, variables, sums over every mesh dimension, bandwidth, clocks, the disk
+    for recordings, and NCCL's transports between hosts.
     """
     from fsdp2prof.estimators.config.hardware import HardwareSpec
     from fsdp2prof.workflows.check import check_environment

@@ -1,4 +1,4 @@
-"""``fsdp2prof compare``: what changed from one run, trace, recording or estimate to another."""
+"""``fsdp2prof compare``: changes from one run, trace, recording or estimate to another."""
 
 from __future__ import annotations
 
@@ -44,13 +44,12 @@ def compare(
     gate: Gate,
     output: Output,
 ) -> None:
-    """Show what changed from A to B: step time, exposed communication, bytes on the wire, peak memory.
+    """Show the changes from A to B: step time, exposed communication, bytes on the wire, peak memory.
 
     A and B are each a run directory, a trace or a folder of traces, a memory snapshot, an estimate (a run
-    that `estimate memory --save-run` wrote), or the JSON of `analyze` or `estimate`. What both know is
-    compared; of a run against an estimate, exact equalities are listed.
-
-    A may be a baseline that `compare A B --write-baseline` left: then sums are compared, not layers.
+    that `estimate memory --save-run` wrote), or the JSON of `analyze` or `estimate`. Values known on both
+    sides are compared; for a run and an estimate, exact equalities are listed. A may be a baseline written
+    by `compare A B --write-baseline`; then sums are compared, not layers.
     """
     from fsdp2prof.workflows import compare as comparing
 

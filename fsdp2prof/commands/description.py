@@ -24,7 +24,7 @@ from fsdp2prof.estimators.config.option import Flag, Integer, Option, options_of
 from fsdp2prof.estimators.config.policy import PolicySpec
 
 _POLICY = "policy_"
-"""What the names of a policy's options begin with among a command's arguments."""
+"""Prefix of a policy's options among a command's arguments."""
 PLACE_NAMES = frozenset(("hardware", "gpus_per_node", "network", "nics_per_node"))
 _LONGEST_VALUES = 60
 """Characters of the values that stand behind an option; more are in its description."""
@@ -93,8 +93,8 @@ def described_options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add the options that describe a run; the command gets one ``described``, and ``place``.
 
-    One description serves every estimate; the help of one lists what changes it, and not ``unlisted``. Its
-    short help leaves out what is ``seldom`` given.
+    All estimates share one description; the help of a command omits ``unlisted`` options, and its short
+    help also ``seldom`` ones.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

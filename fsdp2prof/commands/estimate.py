@@ -36,7 +36,7 @@ _OF_A_CHECKPOINT = frozenset(
         "trainable",
     )
 )
-"""Policy that decides what a checkpoint holds: parameters and state, of which dtype, on which rank."""
+"""Policy options that affect a checkpoint: parameters and state, their dtypes and ranks."""
 
 
 @click.group(cls=Group)
@@ -99,8 +99,8 @@ def memory(
 def comm(described: Described, place: Place, weight_sync: str | None, output: Output) -> None:
     """Estimate bytes and counts of every collective of a step, per layer, phase, op, mesh dim and dtype.
 
-    With --from-run and no --model the recorded parameter groups are used as they are. Instead of a model,
-    `-- torchrun train.py ...` runs the training itself as rank 0 of --world-size, on tensors without data.
+    With --from-run and without --model, the recorded parameter groups are used. Instead of a model, `--
+    torchrun train.py ...` runs the training itself as rank 0 of --world-size, on tensors without data.
     """
     from fsdp2prof.workflows.estimate import estimate_communication
 
@@ -155,7 +155,7 @@ def step(
     save_run: Path | None,
     output: Output,
 ) -> None:
-    """Estimate how long a training step takes, where it goes, and which communication is not hidden.
+    """Estimate the time of a training step, its breakdown, and its exposed communication.
 
     The commands of the step are captured from FSDP2 itself and run through a simulation of the streams.
     """
@@ -213,7 +213,8 @@ def checkpoint(described: Described, place: Place, bandwidth: str | None, output
 @BATCH("--batch-size", type=click.IntRange(1), default=1, help="Sequences per batch.")
 @output_options()
 def packing(lengths: Path, seq_len: int, batch_size: int, output: Output) -> None:
-    """Estimate what padding costs: padded, to the longest in a batch, packed, and concatenated documents."""
+    """Estimate the cost of padding: padded, padded to the longest in a batch, packed, and concatenated
+    documents."""
     from fsdp2prof.workflows.estimate import estimate_packing
 
     output.render(estimate_packing(lengths, seq_len=seq_len, batch_size=batch_size))

@@ -1,4 +1,4 @@
-"""``fsdp2prof export``: a run for the tools that people have already."""
+"""``fsdp2prof export``: write a run in the formats of other tools."""
 
 from __future__ import annotations
 
@@ -110,10 +110,11 @@ def _tables(
 @job_options
 @destination_options("Write the files into this folder.", required=True)
 def chakra(path: Path, *, choice: JobChoice, output: Output) -> None:
-    """Write every rank's recorded steps as a Chakra execution trace, for ASTRA-sim and what reads its format.
+    """Write every rank's recorded steps as a Chakra execution trace, for ASTRA-sim and other readers of
+    the format.
 
-    Operations, durations and dependencies: the host, streams, collectives with size and group. Needs
-    protobuf: pip install 'fsdp2prof[chakra]'.
+    Contains operations, durations and dependencies: the host, streams, collectives with size and group.
+    Needs protobuf: pip install 'fsdp2prof[chakra]'.
     """
     folder = output.path
     assert folder is not None
@@ -151,11 +152,11 @@ def chakra(path: Path, *, choice: JobChoice, output: Output) -> None:
 def metrics(
     path: Path, *, choice: JobChoice, options: TraceOptions, tracker: Tracker | None, output: Output
 ) -> None:
-    """Write the main numbers of a run as OpenMetrics text, for Prometheus and what reads its format.
+    """Write the main numbers of a run as OpenMetrics text, for Prometheus and other readers of the format.
 
     Seconds, bytes and ratios; layers, phases, ranks and parts of the step are labels. A tracker gets no
-    layers, and of ranks the largest value. Run, project and server come from the tracker's
-    own environment variables: WANDB_*, MLFLOW_*.
+    layers, and the largest value over ranks. The tracker's own environment variables set run, project and
+    server: WANDB_*, MLFLOW_*.
     """
     if tracker is not None:
         _log(tracker, path, choice, options, output)

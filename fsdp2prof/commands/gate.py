@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The conditions a command was given, and where to tell how they were met."""
+    """Conditions of a command, and the destinations of their outcomes."""
 
     conditions: Sequence[Condition]
     markdown: Path | None = None

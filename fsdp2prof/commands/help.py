@@ -1,7 +1,5 @@
-"""What ``--help`` prints: an example, then the options that people use every day, under headings.
-
-``--help-all`` lists all of them.
-"""
+"""Output of ``--help``: an example, then everyday options under headings; ``--help-all`` lists all
+options."""
 
 from __future__ import annotations
 
@@ -93,9 +91,9 @@ def with_options(options: Iterable[Callable[[Any], Any]], command: Callable[...,
 def gathered(
     name: str, make: Callable[..., Any], options: Iterable[Callable[[Any], Any]]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add options to a command, which gets one value instead: what ``make`` makes of theirs.
+    """Add options to a command, which receives one value instead: the result of ``make`` for their values.
 
-    ``make`` takes an argument for each option, by its name; one with a default may be missing.
+    ``make`` has an argument named after each option; one with a default may be missing.
     """
     names = [one for one in signature(make).parameters if one != "self"]
 
@@ -148,7 +146,7 @@ class Command(click.Command):
         return self.get_help(ctx)
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what the command does, and examples."""
+        """Write the description of the command, and examples."""
         super().format_help_text(ctx, formatter)
         if self.examples:
             with formatter.section("Examples" if len(self.examples) > 1 else "Example"):
@@ -156,7 +154,7 @@ class Command(click.Command):
                     formatter.write(f"{'':{formatter.current_indent}}{example}\n")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, each heading where its first option stands."""
+        """Write the options; a heading has the position of its first option."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for one in self.listed(everything=ctx.meta.get(_EVERYTHING, False)):
             if record := one.get_help_record(ctx):

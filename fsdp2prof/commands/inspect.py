@@ -1,4 +1,4 @@
-"""``fsdp2prof inspect``: what a job is made of, looked up and worked out, nothing measured."""
+"""``fsdp2prof inspect``: look up meshes, shardings, checkpoints and catalogs, without measuring."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ _model_options = gathered(
         ),
     ),
 )
-"""Options that describe a model; the command gets ``described``, None where no option was given."""
+"""Options that describe a model; the command gets ``described``, None without any of them."""
 
 
 @inspect.command(
@@ -98,10 +98,9 @@ _model_options = gathered(
 @_model_options
 @output_options()
 def sharding(run: Path | None, *, described: Described | None, output: Output) -> None:
-    """Show which rank holds which rows of which parameter, the padding, and what redistributing costs.
+    """Show the rows of each parameter on each rank, the padding, and the cost of redistributing.
 
-    RUN is the folder that `fsdp2prof record -o RUN` wrote; or describe a model that was never run by --model
-    and --mesh.
+    RUN is the folder that `fsdp2prof record -o RUN` wrote; or describe a model with --model and --mesh.
     """
     from fsdp2prof.workflows.inspect import inspect_run_sharding, inspect_sharding
 

@@ -14,7 +14,8 @@ from fsdp2prof.errors import InputError
 @click.command(cls=Command, examples=["fsdp2prof skill -o SKILL.md"])
 @destination_options("Write to this file instead of stdout.")
 def skill(*, output: Output) -> None:
-    """Print SKILL.md: how to find what hurts a training and what to change, for agents that run commands."""
+    """Print SKILL.md: instructions for agents that run commands, to find losses in a training and the
+    changes to make."""
     if output.path is not None:
         output.path.parent.mkdir(parents=True, exist_ok=True)
         refuse_existing(output.path, output.force)

@@ -1,4 +1,4 @@
-"""The one way to stdout and stderr: names of files and traces in what is said must stay text."""
+"""The only path to stdout and stderr: file and trace names in messages must stay text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _LONGEST = 4000
 
 
 def open_streams() -> None:
-    """Lead streams that the caller closed to nowhere: the next file would take their numbers."""
+    """Redirect streams that the caller closed to the null device, because the next opened file would take
+    their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  # open to the end

@@ -1,6 +1,5 @@
-"""Options that verbs share: paths and URLs, ranks, steps, and what a shell completes; idle options are
-refused.
-"""
+"""Options shared by commands: paths and URLs, ranks, steps, shell completion; options without effect are
+refused."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def complete_model(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Offer built-in models; where none begins like this, files (a ``config.json``)."""
+    """Complete built-in models; if none has this prefix, complete files (a ``config.json``)."""
     from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS
 
     return _names(BUILTIN_MODELS, begun) or [_files(begun)]
@@ -93,7 +92,8 @@ class Place:
     nics_per_node: int | None
 
     def cluster(self, hardware: HardwareSpec | None = None, *, copy_engine_gathers: bool = False) -> Cluster:
-        """Return it; ``hardware`` where that has been read. Raises ``ModelError`` for an unknown name."""
+        """Return the cluster; ``hardware`` if it has already been read. Raises ``ModelError`` for an
+        unknown name."""
         from fsdp2prof.estimators.config.cluster import Cluster
         from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
 
@@ -109,7 +109,8 @@ class Place:
 def place_options(
     hardware: str, *, required: bool = False, network: str = _NETWORK
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add what says where a run is, with the help of two options; the command gets one ``place``."""
+    """Add the options for hardware and network, with the help of two options; the command gets one
+    ``place``."""
     options = (
         CLUSTER.everyday("--hardware", required=required, shell_complete=complete_hardware, help=hardware),
         CLUSTER("--gpus-per-node", type=click.IntRange(1), default=8),
@@ -291,7 +292,7 @@ class _PathOrUrl(click.Path):
 
 
 class InputPath(_PathOrUrl):
-    """What is read. What is at a URL is copied here while the command runs, recordings when needed."""
+    """Parameter type of an input path. A URL is copied while the command runs, recordings when needed."""
 
     def here(self, url: str) -> Path:
         """Copy the contents of the URL."""
@@ -301,7 +302,7 @@ class InputPath(_PathOrUrl):
 
 
 class OutputPath(_PathOrUrl):
-    """What is written. For a URL it is a place here, from which the result goes there."""
+    """Parameter type of an output path. A URL stands for a local file, from which the result is uploaded."""
 
     def here(self, url: str) -> Path:
         """Name a place whose content is sent to the URL."""

@@ -36,7 +36,7 @@ _QUIET = "No progress or messages on stderr."
 
 _EVERY_S = 10.0
 _FRAME_S = 0.1
-"""Between two lines of progress where no terminal shows it."""
+"""Seconds between progress lines without a terminal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,10 +58,11 @@ class Output:
     sort: str | None = None
     """Column by which tables are sorted; None leaves them as they are."""
     top: int | None = None
-    """Rows of every table; None is as many as its document says."""
+    """Rows of every table; None leaves the number to the document."""
 
     def render(self, result: Any, *, source: str | Path = "") -> None:
-        """Write a result in the chosen format; ``source`` is what the user named, the title of a page."""
+        """Write a result in the chosen format; ``source`` is the user's name for the input, the title of a
+        page."""
         self.write(self.rendered(result, source=source))
 
     def rendered(self, result: Any, *, source: str | Path = "") -> str | bytes:
@@ -86,7 +87,7 @@ class Output:
 
     @property
     def to_terminal(self) -> bool:
-        """Whether a person reads the result on a terminal."""
+        """Whether the output goes to a terminal."""
         return self.path is None and sys.stdout.isatty()
 
     def write(self, content: str | bytes) -> None:
@@ -104,7 +105,7 @@ class Output:
         self.tell(f"wrote {self.path}")
 
     def publish(self) -> None:
-        """Take what was written to the URL of ``-o``; nothing happens where it is a path."""
+        """Upload the output if ``-o`` is a URL; do nothing for a path."""
         if self.path is not None and url_of(self.path) is not None:
             from fsdp2prof.workflows.job.remote import publish
 
@@ -161,7 +162,7 @@ def _lines(doing: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def _bar(doing: str) -> Iterator[Callable[[str], None]]:
-    """Show a line that turns, with a bar as soon as the work tells how far it has come."""
+    """Show a spinner, with a bar once the work reports progress."""
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
@@ -238,9 +239,10 @@ def output_options(
 
 
 def destination_options(what: str, *, required: bool = False) -> Callable[..., Callable[..., None]]:
-    """Add ``-o``, ``-f`` and ``-q`` to a command that writes one format of its own; it gets one ``output``.
+    """Add ``-o``, ``-f`` and ``-q`` to a command with its own output format; it gets one ``output``.
 
-    ``what`` is the help of ``-o``. A file that exists is not refused here: the command may write a folder.
+    ``what`` is the help of ``-o``. An existing file is not refused here, because the command may write a
+    folder.
     """
 
     def output(output_path: Path | None, force: bool, quiet: bool) -> Output:

@@ -91,11 +91,11 @@ def plan(
     no_cache: bool,
     output: Output,
 ) -> None:
-    """Search mesh, micro-batch, checkpointing and resharding for the most tokens per second.
+    """Search mesh, micro-batch, checkpointing and resharding for the highest throughput.
 
-    The model and the batch of the description are kept: a line of `estimate`, or --from-config. Every
-    configuration is scored from shallow executions of the model; the best one is run through the
-    engine of `estimate`, which gives the same numbers. Ctrl-C ends the search with the best so far.
+    Describe the model and the batch with the options of `estimate`, or --from-config. Every configuration
+    is scored from shallow executions of the model; the best one is run through the engine of `estimate`,
+    which gives the same numbers. Ctrl-C ends the search with the best so far.
     """
     question = _question(most, fewest)
     if question is not None and refine:

@@ -88,7 +88,7 @@ def try_(
 
 
 def candidates_of(texts: tuple[str, ...], *, changes_results: bool) -> list[str]:
-    """Check candidates before anything starts. Raises ``UsageError`` for one that can never be tried."""
+    """Check candidates before anything starts. Raises ``UsageError`` for one that is never possible."""
     for text in texts:
         parse_candidate(text)
         if (reason := why_never_tried(text, changes_results=changes_results)) is not None:

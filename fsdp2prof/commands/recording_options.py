@@ -41,7 +41,7 @@ def default_run() -> Path:
 
 
 def tell(outcome: Outcome, path: Path, *, always: bool) -> None:
-    """Say what a person should know of a run that has ended, and on a terminal what to do next."""
+    """Print the messages of a finished run, and on a terminal the next command."""
     for message in outcome.info.messages:
         say(f"fsdp2prof: {message}")
     if sys.stderr.isatty() or always:

@@ -42,11 +42,12 @@ def rehearse(
     command: tuple[str, ...],
     options: RecordOptions,
 ) -> int:
-    """Run CMD (python train.py; a torchrun around it is left out) as one rank of a world of any size, alone
-    on this machine, and record it: its memory, and the communication it would make.
+    """Run CMD as one rank of a world of any size, alone on this machine, and record its memory and
+    communication.
 
-    Its collectives move nothing, so the numbers that the training computes and prints mean nothing, and no
-    more do the durations of collectives. The exit code is the command's own.
+    CMD is python train.py, optionally with torchrun, which is left out. Collectives move nothing, so the
+    numbers that the training computes and prints are meaningless, and so are the durations of collectives.
+    The exit code is the command's own.
     """
     from fsdp2prof.recorder.launch.launcher import launch
     from fsdp2prof.recorder.rehearsal import as_one_process

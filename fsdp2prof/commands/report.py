@@ -34,9 +34,9 @@ _HEAD = 4096
 def report(path: Path, *, choice: JobChoice, options: TraceOptions, output: Output, show: bool) -> None:
     """Write a run's report as one offline HTML file.
 
-    RUN is a run directory; a trace, a memory snapshot or a folder of them gives the parts it has. Without -o
-    the page is written beside what it is about (RUN/report.html), in place of an earlier one, and its path is
-    printed.
+    RUN is a run directory; a trace, a memory snapshot or a folder of them gives a report of its part.
+    Without -o the page is written beside its input (RUN/report.html), replacing an earlier one, and its
+    path is printed.
     """
     if show and url_of(path if output.path is None else output.path) is not None:
         raise UsageError("--open would have no effect: the page is written to a URL")

@@ -113,6 +113,6 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def refuse_without_traces(job: JobFiles) -> None:
-    """Refuse the options that were given to a command whose input turns out to hold no trace."""
+    """Refuse trace options for an input that contains no trace."""
     if not job.traces.files:
         refuse_given("--steps", *WHOLE_ANALYSIS, because=f"{job.path} holds no trace")

@@ -1,4 +1,4 @@
-"""``fsdp2prof whatif``: what a change to a recorded run would gain."""
+"""``fsdp2prof whatif``: predict the gain of a change to a recorded run."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def whatif(
     steps: frozenset[int] | None,
     output: Output,
 ) -> None:
-    """Replay a recorded run with changes: the new step, and what changes by layer.
+    """Replay a recorded run with changes: the new step time, and the changes by layer.
 
-    RUN is a run directory, a Kineto trace, or a folder of traces (one a rank). Without --set and --without
-    every single change is tried and ranked by its gain.
+    RUN is a run directory, a Kineto trace, or a folder of traces (one per rank). Without --set and
+    --without, every single change is tried and ranked by its gain.
     """
     if not any(text.startswith("mesh=") for text in settings):
         because = "the cluster matters only for another mesh (--set mesh=...)"

@@ -29,7 +29,7 @@ class ParityRow:
     """Error relative to the norm, or to a small part of the norm of all tensors of its kind, whichever is
     larger."""
     ratio: float | None
-    """Factor by which the unsharded tensor comes closest to the sharded one."""
+    """Best-fitting ratio of the sharded to the unsharded tensor."""
     tolerance: float
     """Largest relative error that rounding explains."""
     state: str
@@ -211,7 +211,7 @@ class BalancedStep:
 
     step: int
     duration_ns: float
-    """Mean work of the ranks."""
+    """Mean step duration over the ranks."""
     mean_busy_ns: float
     max_busy_ns: int
     lost_ns: float

@@ -1,8 +1,9 @@
-"""From the files of a job to an analysis: read them, analyse them, put ranks together.
+"""Analyse the files of a job: read them, analyse them, merge ranks.
 
-A rank whose file cannot be read does not stop the others: it becomes a warning. Large traces are analysed in
-processes of their own, one rank each; the result is the same. Every file is decoded once. The analysis of
-traces and that of memory are imported by the function that needs them: each has its own readers and rules.
+A rank whose file cannot be read does not stop the others: it becomes a warning. Large traces are analysed
+in separate processes, one rank each; the result is the same. Every file is decoded once. The analyses of
+traces and of memory are imported by the functions that need them, because each has its own readers and
+rules.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def read_tables(job: JobFiles, **options: Unpack[TraceOptions]) -> Iterator[tupl
 
 
 def analyze_memory(job: JobFiles, *, cluster: str | None = None) -> MemoryAnalysis:
-    """Analyse the memory recordings of a job, or else the memory events in its traces.
+    """Analyse the memory recordings of a job, or the memory events in its traces if it has none.
 
     The highest peak is looked up in its rank's trace; ``cluster`` is that of :class:`TraceOptions`. Raises
     ``SnapshotError`` when no recording can be read.
@@ -116,8 +117,8 @@ def analyze_memory(job: JobFiles, *, cluster: str | None = None) -> MemoryAnalys
 def analyze_run(job: JobFiles, **options: Unpack[TraceOptions]) -> RunAnalysis:
     """Summarize a run and analyse its traces and memory; parts that were not captured are None.
 
-    Without a recorder's manifests files of both kinds also form a run. Raises ``RunDirectoryError`` for
-    anything else and for a run that left nothing, and the errors of :func:`analyze_trace`.
+    Without a recorder's manifests, files of both kinds also form a run. Raises ``RunDirectoryError`` for
+    anything else and for a run without recordings, and the errors of :func:`analyze_trace`.
     """
     from fsdp2prof.analyzers.run_summary import with_trial
     from fsdp2prof.analyzers.sharding.recorded import mesh_of_run, shards_of_run
@@ -218,7 +219,7 @@ def _summary(job: JobFiles) -> RunSummary:
 
 
 def _merged_traces(job: JobFiles, reduced: Sequence[Reduced], options: TraceOptions) -> TraceAnalysis:
-    """Merge the analyses of the ranks' traces. Raises ``TraceError`` where none can be read."""
+    """Merge the analyses of the ranks' traces. Raises ``TraceError`` if none can be read."""
     from fsdp2prof.analyzers.trace.analysis import References, merge
 
     traces = [one.trace for one in reduced if one.trace is not None]
@@ -240,7 +241,7 @@ def _merged_traces(job: JobFiles, reduced: Sequence[Reduced], options: TraceOpti
 
 
 def _merged_memory(found: Found, reduced: Sequence[Reduced]) -> MemoryAnalysis:
-    """Merge the analyses of the ranks' recordings. Raises ``SnapshotError`` where none can be read."""
+    """Merge the analyses of the ranks' recordings. Raises ``SnapshotError`` if none can be read."""
     from fsdp2prof.analyzers.memory.analysis import merge
 
     analyses = [one for rank in reduced for one in rank.memory]
@@ -252,7 +253,7 @@ def _merged_memory(found: Found, reduced: Sequence[Reduced]) -> MemoryAnalysis:
 
 
 def _with_peak(result: MemoryAnalysis, at_peak: AtPeak | None) -> MemoryAnalysis:
-    """Return the result with what the trace says of the highest peak."""
+    """Return the result with the trace's activity at the highest peak."""
     if at_peak is None:
         return result
     return replace(result, ranks=[replace(result.ranks[0], at_peak=at_peak), *result.ranks[1:]])

@@ -29,10 +29,10 @@ def check_balance(
     seq_len: int | None = None,
     steps: int = 1000,
 ) -> BalanceCheck:
-    """Compare the ranks' own work over the last ``steps`` watched steps, else over the traced ones.
+    """Compare the ranks' own work over the last ``steps`` watched steps, or over the traced ones if none
+    were watched.
 
-    Raises ``InputError`` (or one of its kinds) for a run without either, and for lengths that cannot be
-    dealt out.
+    Raises ``InputError`` or a subclass for a run without either, and for lengths that do not apply to it.
     """
     measured = _watched(job, min(steps, _MOST_STEPS))
     measured_on: Literal["watched", "traced"] = "watched"
@@ -81,7 +81,7 @@ def check_balance(
 
 
 def _watched(job: JobFiles, count: int) -> dict[int, dict[int, RankStep]]:
-    """Steps of every rank that say what they waited; recorded ones are slower, and left out."""
+    """Watched steps of every rank with waiting times, without the slower recorded steps."""
     measured: dict[int, dict[int, RankStep]] = {}
     for record in job.run.ranks if job.run is not None else ():
         try:
@@ -123,7 +123,7 @@ def _traced(job: JobFiles) -> tuple[dict[int, dict[int, RankStep]], list[int | N
 
 
 def _data_ranks(job: JobFiles, ranks: list[int]) -> int:
-    """Ranks that read different documents. Raises ``InputError`` where that is not every rank."""
+    """Number of ranks with separate documents. Raises ``InputError`` if that is not every rank."""
     manifests = list(job.manifests.values())
     world = max((one.world_size for one in manifests), default=len(ranks))
     sharing = next((dims for one in manifests if (dims := _sharing(one))), None)

@@ -1,4 +1,4 @@
-"""Measures a cluster: starts the ranks' launcher, waits, reads what they measured."""
+"""Measure a cluster: start the ranks' launcher, wait, read their measurements."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def bench(
     largest_bytes: int = 1 << 30,
     quick: bool = False,
 ) -> BenchResult:
-    """Let a launcher (``torchrun --nproc-per-node 8``) start the ranks that measure.
+    """Start the measuring ranks with a launcher (``torchrun --nproc-per-node 8``).
 
-    Raises ``InputError`` where it cannot be started, fails, or leaves nothing.
+    Raises ``InputError`` if it cannot be started, fails, or writes no result.
     """
     if shutil.which(command[0]) is None:
         raise InputError(f"{command[0]}: command not found")
@@ -70,7 +70,7 @@ def _environment() -> dict[str, str]:
 
 
 def _reason(output: bytes) -> str:
-    """Return the line that says what went wrong: the last error of a rank."""
+    """Return the line with the cause of a failure: the last error of a rank."""
     lines = [line.strip() for line in output.decode(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Error:" in line and "ChildFailedError" not in line]
     return (errors or lines[-_LAST_LINES:] or ["no output"])[0]

@@ -156,7 +156,7 @@ def check_parity(
 
 
 def _train_both(options: dict[str, Any]) -> ParityMeasurements:
-    """Train both in a process of its own, which imports torch first."""
+    """Train both variants in a separate process, which imports torch first."""
     from fsdp2prof.workflows.probes.parity_processes import train_both
     from fsdp2prof.workflows.probes.parity_rank import ParitySettings
 

@@ -1,4 +1,4 @@
-"""From two paths to what changed: runs, estimates, traces, recordings, or JSON that was saved of them."""
+"""Compare two paths: runs, estimates, traces, recordings, or saved JSON of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Chosen(TypedDict, total=False):
-    """What of both sides is compared; by default all of the newest iteration."""
+    """Parts of both sides to compare; by default everything of the newest iteration."""
 
     ranks: Collection[int] | None
     steps: Collection[int] | None
@@ -45,8 +45,8 @@ class Chosen(TypedDict, total=False):
 def compare(before: Path, after: Path, **chosen: Unpack[Chosen]) -> RunComparison:
     """Compare two paths in everything that they share; analyse recordings first.
 
-    Raises ``InputError`` (or one of its kinds) for what cannot be read, and if the two share nothing, and
-    ``UsageError`` for a choice that neither side has anything to choose from for.
+    Raises ``InputError`` or a subclass for unreadable input or if the two share nothing, and
+    ``UsageError`` for a selection that applies to neither side.
     """
     _refuse_cluster_for_kept(chosen, before, after)
     if (baseline := read_baseline(before)) is not None:
@@ -60,10 +60,10 @@ def compare(before: Path, after: Path, **chosen: Unpack[Chosen]) -> RunCompariso
 
 
 def write_baseline(path: Path, run: Path, **chosen: Unpack[Chosen]) -> Baseline:
-    """Write a baseline of ``run`` to ``path``, in place of an older one.
+    """Write a baseline of ``run`` to ``path``, replacing an older one.
 
-    Raises what :func:`compare` does, and ``InputError`` for a path that holds something else or cannot be
-    written.
+    Raises the errors of :func:`compare`, and ``InputError`` if the path is another kind of file or cannot
+    be written.
     """
     if path.exists() and read_baseline(path) is None:
         raise InputError(f"{path}: exists and is not a baseline; choose another name")
@@ -86,7 +86,7 @@ def _refuse_cluster_for_kept(chosen: Chosen, *paths: Path) -> None:
 def compare_memory(before: JobFiles, after: JobFiles) -> MemoryComparison:
     """Compare the peaks of one rank's first device in two recordings: of the lowest rank of each.
 
-    Raises ``SnapshotError`` for what cannot be read.
+    Raises ``SnapshotError`` for unreadable input.
     """
     compared = memory_peaks.compare_memory(_prepared(before), _prepared(after))
     return replace(compared, before_path=str(before.path), after_path=str(after.path))
@@ -100,10 +100,8 @@ def _prepared(job: JobFiles) -> PreparedRecording:
 
 
 def read_side(path: Path, **chosen: Unpack[Chosen]) -> Side:
-    """Read a saved analysis, or analyse the recordings at ``path``.
-
-    Raises ``InputError`` (or one of its kinds) for what cannot be read.
-    """
+    """Read a saved analysis, or analyse the recordings at ``path``. Raises ``InputError`` or a subclass
+    for unreadable input."""
     ranks, steps, iteration = chosen.get("ranks"), chosen.get("steps"), chosen.get("iteration")
     kept = read_kept(path)
     if kept is None:

@@ -67,21 +67,22 @@ class Described:
     read: ConfigRead | None = None
     """How the trainer's configuration was read, if there is one."""
     given: frozenset[str] = frozenset()
-    """Options that a person gave, by name."""
+    """Options given by the user, by name."""
     command: tuple[str, ...] = ()
     """Of the recorded run."""
     rehearsal: RehearsedRank | None = None
-    """What the training command itself allocates, if that was run for the estimate."""
+    """Allocations of the training command itself, if the estimate ran it."""
     older: tuple[Described, ...] = ()
     """The run under older software, which its files do not rule out."""
 
     @property
     def is_recorded_only(self) -> bool:
-        """Whether nothing but the recorded run says what the model is."""
+        """Whether only the recorded run determines the model."""
         return self.manifest is not None and "model" not in self.values
 
     def of_execution_trace(self, path: Path) -> Described:
-        """Return it with a file's operators for the model. Raises ``UsageError`` for what they decide."""
+        """Return the description with a file's operators as the model. Raises ``UsageError`` for options
+        that they determine."""
         policy = self.values.get("policy", {})
         if idle := sorted(policy.keys() - _BESIDE_A_TRACE):
             raise UsageError(
@@ -92,9 +93,10 @@ class Described:
         return replace(self, values={**self.values, "model": f"execution trace {path.name}"})
 
     def changed(self, values: Mapping[str, Any]) -> Described:
-        """Return it with other values of ``make_spec``; ``policy`` names only options that differ.
+        """Return the description with other values of ``make_spec``; ``policy`` names only options that
+        differ.
 
-        Another mesh has a size of its own.
+        Another mesh sets its own world size.
         """
         policy = {**self.values.get("policy", {}), **values.get("policy", {})}
         kept = {
@@ -103,7 +105,7 @@ class Described:
         return replace(self, values={**kept, **values, "policy": policy})
 
     def under_older(self, spec: EstimateSpec) -> dict[str, EstimateSpec]:
-        """Return the run under each older stack where that makes another one than ``spec``."""
+        """Return the run under each older stack whose settings differ from those of ``spec``."""
         found: dict[str, EstimateSpec] = {}
         for described in self.older:
             other = described.spec()
@@ -134,7 +136,7 @@ class Described:
 
 
 def _refuse_early(spec: EstimateSpec) -> None:
-    """Raise ``ModelError`` for what options alone decide of a built-in model, before torch is loaded."""
+    """Raise ``ModelError`` for options that a built-in model does not support, before torch is loaded."""
     if spec.model.kind == "builtin":
         check_parallelism(outline_of(builtin_of(spec.model)), spec.mesh, spec.policy)
 
@@ -144,10 +146,10 @@ _HUGGING_FACE_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.no
 
 
 def _head_of(source: object) -> dict[str, Any]:
-    """Whether a model's head and embedding share a parameter, whether its norms are its own, and its names of
-    modules that stacks wrap.
+    """Whether a model ties head and embedding, whether it has its own norms, and its names of modules that
+    stacks wrap.
 
-    Raises ``ModelError`` for a built-in model that is not known.
+    Raises ``ModelError`` for an unknown built-in model.
     """
     if not source:
         return {}
@@ -176,12 +178,12 @@ def describe(
     given: Mapping[str, Any],
     policy: Mapping[str, Any],
 ) -> Described:
-    """Put together what a recorded run, a trainer's files, a file and options say; the later wins.
+    """Combine the settings of a recorded run, a trainer's files, a file and options; later ones take
+    precedence.
 
-    ``command`` starts a training: it is run as one rank on tensors without data, and takes their place.
-
-    ``given`` are values of ``make_spec``, ``policy`` options of ``PolicySpec``. Raises ``RunDirectoryError``,
-    ``InputError`` and ``ModelError`` for what cannot be read.
+    ``command`` starts a training: it is run as one rank on tensors without data, and replaces them.
+    ``given`` are values of ``make_spec``, ``policy`` options of ``PolicySpec``. Raises
+    ``RunDirectoryError``, ``InputError`` and ``ModelError`` for unreadable input.
     """
     if command:
         _refuse_beside_a_command(
@@ -250,7 +252,7 @@ def _refuse_decided_by_a_script(policy: Mapping[str, Any]) -> None:
 
 
 def _refuse_beside_a_command(given: Mapping[str, Any], word: str) -> None:
-    """Raise ``UsageError`` for what describes a run that the command describes."""
+    """Raise ``UsageError`` for options that the command determines."""
     idle = [name for name in given if given[name] is not None and name not in ("world_size", "hardware")]
     if idle:
         name = idle[0] if idle[0].startswith("-") else f"--{idle[0].replace('_', '-')}"
@@ -258,7 +260,7 @@ def _refuse_beside_a_command(given: Mapping[str, Any], word: str) -> None:
 
 
 def _micro_batches(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """What a policy says of a step's micro-batches, checked."""
+    """The policy's settings of micro-batches, checked."""
     given = {name: policy[name] for name in ("grad_accum", "sync") if name in policy}
     PolicySpec.from_mapping(given)
     return given
@@ -273,10 +275,9 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate peak memory; ``save`` writes memory and collectives as a run.
 
-    ``measured`` is the peak that the run had: the range is that number, and the verdict rests on it. Of other
-    runs it is what their peaks were: the range is as far off as their predictions were.
-
-    Raises ``ModelError`` for what cannot be estimated, ``RunDirectoryError`` for a run that is there already.
+    ``measured`` is the run's own peak, which replaces the range and determines the verdict; or peaks of
+    other runs, whose prediction errors give the range. Raises ``ModelError`` for settings that cannot be
+    estimated, ``RunDirectoryError`` for an existing run.
     """
     if save is not None:
         refuse_existing_run(save)
@@ -319,7 +320,7 @@ def _memory_of_rehearsal(
     measured: Measured | Sequence[MeasuredRun] | None,
     save: Path | None,
 ) -> MemoryEstimate:
-    """Run the script itself, or the recorded command, as one rank, and answer from what it allocates."""
+    """Estimate from the allocations of the script itself, or of the recorded command, run as one rank."""
     if save is not None:
         raise UsageError("--save-run needs --model: `fsdp2prof rehearse --meta` keeps the run of a script")
     if measured is not None and not isinstance(measured, Measured):
@@ -359,7 +360,7 @@ def _again(described: Described) -> RehearsedRank:
 def _peaks(
     described: Described, measured: Measured | Sequence[MeasuredRun], hardware: HardwareSpec | None
 ) -> MeasuredPeaks:
-    """Return what was measured of memory: this run's own peak, or how far off predictions of others are."""
+    """Return the memory measurement: this run's own peak, or the errors of predictions of other runs."""
     if isinstance(measured, Measured):
         if hardware is not None and measured.value * _GIB > hardware.memory_bytes:
             room = format_bytes(hardware.memory_bytes)
@@ -376,8 +377,8 @@ def _peaks(
 def estimate_communication(described: Described, *, weight_sync: str | None = None) -> CommEstimate:
     """Estimate the collectives of a step; without a model those of the recorded parameter groups.
 
-    ``weight_sync`` describes inference engines that are given the weights. Raises ``ModelError`` for what
-    cannot be estimated.
+    ``weight_sync`` describes inference engines that receive the weights. Raises ``ModelError`` for
+    settings that cannot be estimated.
     """
     if described.manifest is not None and described.is_recorded_only:
         from fsdp2prof.estimators.of_run.communication import estimate_comm_of_run
@@ -417,10 +418,10 @@ def estimate_step(
 ) -> StepEstimate:
     """Estimate the time of a step; ``save`` writes it as a run.
 
-    ``execution_trace`` is a file whose operators take the place of the model's.
-    ``calibrate`` is a recorded run of the same model whose measured costs replace the models'; without a
-    ``cluster`` it is on CPUs. Raises ``ModelError`` for what cannot be estimated, ``UsageError`` for a run on
-    accelerators without ``cluster``, and ``RunDirectoryError`` for a run that is there already.
+    ``execution_trace`` is a file whose operators replace the model's. ``calibrate`` is a recorded run of
+    the same model whose measured costs replace the models'; without a ``cluster`` it is on CPUs. Raises
+    ``ModelError`` for settings that cannot be estimated, ``UsageError`` for a run on accelerators without
+    ``cluster``, and ``RunDirectoryError`` for an existing run.
     """
     if save is not None:
         refuse_existing_run(save)
@@ -451,7 +452,7 @@ def estimate_step(
 
 
 def anchors_of(described: Described, measured: Measured | Sequence[MeasuredRun]) -> list[Anchor]:
-    """Return the runs that were measured, as differences from the one that is described.
+    """Return the measured runs, as differences from the described one.
 
     Raises ``ModelError`` for a run that cannot be predicted.
     """
@@ -482,9 +483,9 @@ def corrected(cluster: Cluster, path: Path) -> tuple[Cluster, str]:
 def estimate_checkpoint(
     described: Described, *, bandwidth_bytes_per_s: int | None = None
 ) -> CheckpointEstimate:
-    """Estimate the size of a distributed checkpoint, and its time at what one writing rank sustains.
+    """Estimate the size of a distributed checkpoint, and its time at the bandwidth of one writing rank.
 
-    Raises ``ModelError`` for what cannot be estimated.
+    Raises ``ModelError`` for settings that cannot be estimated.
     """
     spec = described.spec()
     from fsdp2prof.estimators import checkpoint
@@ -496,9 +497,9 @@ def estimate_checkpoint(
 
 
 def estimate_packing(lengths: Path, *, seq_len: int, batch_size: int) -> PackingEstimate:
-    """Estimate what padding costs the documents whose lengths a file holds.
+    """Estimate the cost of padding for the documents whose lengths a file lists.
 
-    Raises ``ModelError`` for a file that holds none.
+    Raises ``ModelError`` for a file without lengths.
     """
     from fsdp2prof.estimators import packing
 
@@ -529,7 +530,7 @@ def _idle(verb: str, given: frozenset[str]) -> list[str]:
 
 
 def _noted(estimate: _Estimate, spec: EstimateSpec, described: Described, verb: str) -> _Estimate:
-    """An estimate that also says what its input rests on, and what of it plays no part."""
+    """An estimate with the assumptions of its input, and the inputs without effect."""
     return replace(
         estimate,
         assumptions=[*estimate.assumptions, *spec.notes, *_idle(verb, described.given)],
@@ -538,7 +539,7 @@ def _noted(estimate: _Estimate, spec: EstimateSpec, described: Described, verb: 
 
 
 def _calibrated(spec: EstimateSpec, run: Path, cluster: Cluster | None) -> tuple[Calibration, Cluster]:
-    """Measure what a recorded run's commands cost; without a cluster, on CPUs of its own kind."""
+    """Measure the costs of a recorded run's commands; without a cluster, on CPUs of its own kind."""
     from fsdp2prof.analyzers.whatif.what_if import replay_job
     from fsdp2prof.estimators.of_run.calibration import calibration_of, recorded_configuration, recorded_cpus
     from fsdp2prof.estimators.step import program_of
@@ -559,5 +560,5 @@ def _calibrated(spec: EstimateSpec, run: Path, cluster: Cluster | None) -> tuple
 
 
 def _manifest(run: Path) -> RankManifest:
-    """What the lowest rank with parameter groups says of itself."""
+    """Manifest of the lowest rank with parameter groups."""
     return next(manifest for manifest in read_sharded_manifests(run).values() if manifest.param_groups)

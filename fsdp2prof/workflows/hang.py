@@ -25,10 +25,10 @@ _LAST_NUMBER = re.compile(r"(\d{1,7})(?:\.[a-z]{1,9})?$")
 def analyze_hang(path: str | Path, *, run: str | Path | None = None) -> HangAnalysis:
     """Read every dump and every rank's stacks at a path and find where the job hangs.
 
-    ``path`` is one file, a folder of them (one a rank), or a run directory that holds them; ``run`` is the
-    run directory whose manifests name the layers, by default ``path`` itself where it is one. Raises
-    ``InputError`` for a path without dumps and stacks, two dumps of one rank, and a dump whose rank no name
-    says.
+    ``path`` is one file, a folder of them (one per rank), or a run directory that contains them; ``run``
+    is the run directory whose manifests name the layers, by default ``path`` itself if it is one. Raises
+    ``InputError`` for a path without dumps and stacks, two dumps of one rank, and a dump without a rank in
+    its name.
     """
     root = Path(path)
     if not root.exists():
@@ -43,7 +43,7 @@ def analyze_hang(path: str | Path, *, run: str | Path | None = None) -> HangAnal
 
 
 def _read_stacks(files: Sequence[Path]) -> tuple[list[RankStacks], list[str]]:
-    """The stacks of each rank, the newest where there are several."""
+    """Stacks of each rank, the newest if there are several."""
     found: dict[int, Path] = {}
     warnings: list[str] = []
     for file in files:
@@ -91,7 +91,7 @@ def _read_dumps(root: Path, files: Sequence[Path], *, needed: bool) -> tuple[lis
 
 
 def _of_one_moment(root: Path, files: list[Path]) -> list[Path]:
-    """What the recorder left in a run's rank folders, or what the training's own dumps are: of more ranks."""
+    """The recorder's dumps in a run's rank folders, or the training's own dumps: the set with more ranks."""
     own = [file for file in files if file.name == FLIGHT_RECORDER_FILE and file.parent.parent == root]
     others = [file for file in files if file not in own]
     return own if len(own) > len(others) else others
@@ -107,7 +107,7 @@ def _rank(file: Path) -> int:
 
 
 def _named_rank(file: Path) -> int | None:
-    """The rank that a file's name says (``rank_3``, or a number at its end), else its folder's."""
+    """Rank in a file's name (``rank_3``, or a number at its end), otherwise in its folder's."""
     named = read_name(Path(file.name)).rank
     if named is None and (number := _LAST_NUMBER.search(file.name)):
         named = int(number[1])

@@ -22,9 +22,9 @@ VIEWS: dict[str, Callable[[Trace, int | None], CriticalPath | LaunchStatistics |
 def view_trace(
     job: JobFiles, view: str, *, step: int | None = None
 ) -> CriticalPath | LaunchStatistics | IdleCauses:
-    """Compute one of :data:`VIEWS` of the trace of a job's lowest rank.
+    """Compute one of :data:`VIEWS` for the trace of a job's lowest rank.
 
-    Raises ``TraceError`` for what cannot be read or computed.
+    Raises ``TraceError`` for a trace that cannot be read or analysed.
     """
     return VIEWS[view](_read(job), step)
 

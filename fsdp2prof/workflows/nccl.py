@@ -1,4 +1,4 @@
-"""From the Inspector logs and NCCL_DEBUG logs at a path to what NCCL says of a job."""
+"""Analyse the Inspector logs and NCCL_DEBUG logs at a path."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fsdp2prof.workflows.job.folders import files_below
 
 
 def analyze_nccl(path: str | Path, *, run: str | Path | None = None) -> NcclAnalysis:
-    """Read every file of NCCL's at a path: Inspector logs, ``NCCL_DEBUG`` logs, or both.
+    """Read every NCCL file at a path: Inspector logs, ``NCCL_DEBUG`` logs, or both.
 
     ``path`` is one such file or a folder of them; ``run`` is the run directory whose manifests name layers
-    and mesh dimensions, by default ``path`` itself where it is one. Raises ``InputError`` for a path without
+    and mesh dimensions, by default ``path`` itself if it is one. Raises ``InputError`` for a path without
     any.
     """
     root = Path(path)

@@ -1,4 +1,4 @@
-"""A plan made on all cores: the engine in processes, what it said kept, the best so far at an interrupt."""
+"""Make a plan on all cores: the engine in processes, cached results, the best so far on an interrupt."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _KINDS: dict[str, type] = {
     check_memory.__name__: EngineMemory,
     check_step.__name__: StepFigures,
 }
-"""What the engine's functions return."""
+"""Return type of the engine's functions."""
 
 _ENGINE_SOURCES = ("profile.py", "confirm.py")
-"""Of the planner: what runs the engine. The search may change without an execution."""
+"""Modules of the planner that run the engine; the search may change without a new execution."""
 
 _SAME_FILES_SAME_MODEL = ("builtin",)
-"""Kinds of models that are known by their name alone."""
+"""Kinds of models that are identified by name alone."""
 
 
 def plan(
@@ -75,7 +75,8 @@ def plan(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """What a description keeps for a plan: the model, the batch, and the policy that is not searched."""
+    """Part of a description that a plan uses: the model, the batch, and policy options that are not
+    searched."""
 
     model: ModelSpec
     policy: PolicySpec
@@ -83,7 +84,7 @@ class Given:
     global_batch: int | None
     """Sequences of one optimizer step."""
     notes: Sequence[str] = ()
-    """What was given and is searched."""
+    """Given options that ``plan`` searches."""
 
 
 _SEARCHED = {name: option.default for name, option in options_of(PolicySpec).items() if option.planned}
@@ -91,9 +92,11 @@ _SEARCHED = {name: option.default for name, option in options_of(PolicySpec).ite
 
 
 def given_of(described: Described) -> Given:
-    """Return what a plan keeps of a description. Raises as ``Described.spec``.
+    """Return the part of a description that a plan uses: the model, the batch, and policy options that are
+    not searched.
 
-    Without a mesh, a schedule of pipelines is nothing to check: the mesh is searched, too.
+    Raises the errors of ``Described.spec``. Without a mesh, a pipeline schedule is not checked, because
+    the mesh is searched too.
     """
     checked = described
     if "mesh" not in described.values:
@@ -113,7 +116,7 @@ def given_of(described: Described) -> Given:
 
 
 def in_the_file(made: Plan, described: Described, warnings: Sequence[str], notes: Sequence[str]) -> Plan:
-    """Return a plan with what it changes in the configuration that it was made from."""
+    """Return a plan with its changes to the configuration it was made from."""
     made = replace(
         made, config=described.read, warnings=list(warnings), assumptions=[*notes, *made.assumptions]
     )
@@ -151,12 +154,12 @@ def _changes(read: ConfigRead, winner: PlanPoint) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    """Runs the execution engine in as many processes as there are cores, and keeps what it says."""
+    """Run the execution engine in as many processes as there are cores, and cache its results."""
 
     keeps: bool
 
     def __call__(self, calls: Sequence[Call]) -> list[Any]:
-        """Return what every call does, in order; a ``ModelError`` stands for what cannot run."""
+        """Return the results of all calls, in order; a ``ModelError`` stands for a call that cannot run."""
         results = [self._kept(*call) for call in calls]
         missing = [index for index, result in enumerate(results) if result is None]
         run = [calls[index] for index in missing]
@@ -234,7 +237,7 @@ def _file(function: Callable[[Any], Any], item: Any) -> Path:
 
 @lru_cache(maxsize=1)
 def _source_digest() -> str:
-    """Digest of the engine's code and of torch's version, in place of a version number kept by hand."""
+    """Digest of the engine's code and of torch's version, instead of a manual version number."""
     import torch
 
     digest = hashlib.sha256(torch.__version__.encode())

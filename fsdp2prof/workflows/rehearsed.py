@@ -29,7 +29,7 @@ _OF_NO_DATA = ("DynamicOutputShapeException", "DataDependentOutputException")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RehearsedRank:
-    """What rank 0 of a rehearsal left."""
+    """Recording of rank 0 of a rehearsal."""
 
     manifest: RankManifest
     recording: MemoryRecording
@@ -38,8 +38,8 @@ class RehearsedRank:
 def rehearsed(command: Sequence[str], world_size: int | None) -> RehearsedRank:
     """Run a command as rank 0 of ``world_size`` ranks until its third step is recorded, then end it.
 
-    Without ``world_size`` it is torchrun's ranks per node. Raises ``UsageError`` where no rank count is known
-    and ``InputError`` for a command that ends before.
+    ``world_size`` defaults to torchrun's ranks per node. Raises ``UsageError`` if no rank count is known
+    and ``InputError`` for a command that ends earlier.
     """
     world_size = world_size or as_one_process(command)[1]
     if world_size is None:
@@ -59,7 +59,7 @@ def rehearsed(command: Sequence[str], world_size: int | None) -> RehearsedRank:
 
 
 def _why_it_ended(printed: str, code: int | None) -> str:
-    """Say why a command ended too early, by the last exception that it printed, else by its last line."""
+    """Explain why a command ended too early: its last printed exception, otherwise its last line."""
     errors = [found for line in printed.splitlines() if (found := _ERROR.match(line.strip()))]
     ended = f"the command ended with exit code {code} before its third step was recorded"
     if not errors:

@@ -140,7 +140,7 @@ def refuse_existing_run(path: Path) -> None:
 
 
 def save_run(path: Path, prediction: MemoryPrediction, communication: CommEstimate) -> None:
-    """Write predicted memory and collectives as a run directory of one rank, which stands for all.
+    """Write predicted memory and collectives as a run directory of one rank, which represents all.
 
     Raises ``RunDirectoryError`` if ``path`` exists or cannot be written.
     """
@@ -152,7 +152,7 @@ def save_run(path: Path, prediction: MemoryPrediction, communication: CommEstima
 
 
 def save_step_run(path: Path, prediction: StepPrediction) -> None:
-    """Write a predicted step as a run directory of one rank, which stands for all.
+    """Write a predicted step as a run directory of one rank, which represents all.
 
     Raises ``RunDirectoryError`` if ``path`` exists or cannot be written.
     """

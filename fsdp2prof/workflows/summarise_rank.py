@@ -1,7 +1,8 @@
-"""``python -m fsdp2prof.workflows.summarise_rank FOLDER``: what ``record --summary`` runs beside a training.
+"""``python -m fsdp2prof.workflows.summarise_rank FOLDER``: analysis that ``record --summary`` runs beside
+a training.
 
-Analyses what one rank recorded, writes ``summary.json`` into its folder and removes the recording. What
-cannot be analysed stays.
+Analyses the recording of one rank, writes ``summary.json`` into its folder and removes the recording. If
+the analysis fails, the recording stays.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a run in which settings were tried to what each gained, beside what ``whatif`` predicts."""
+"""Evaluate a run in which settings were tried: measured gains beside the predictions of ``whatif``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LARGEST = 64 << 20
 
 
 def trial_of_run(path: Path) -> TrialResult:
-    """Read what the ranks of a run measured. Raises ``InputError`` where nothing was tried in it."""
+    """Read the measurements of a run's ranks. Raises ``InputError`` if no setting was tried in it."""
     if not is_run_directory(path):
         raise InputError(f"{path}: not a run directory")
     files = sorted(path.glob(f"rank-*/{TRIAL_FILE}"))
@@ -63,7 +63,7 @@ def _read(file: Path) -> Trial:
 
 
 def _peak(job: JobFiles) -> int | None:
-    """Bytes of the fullest rank; None where no memory was recorded."""
+    """Bytes of the rank with the highest peak; None if no memory was recorded."""
     packed = job.packed_manifests
     works = [
         RankWork(packed=packed.get(file.rank), trace=None, memory=(file,), options={})

@@ -28,10 +28,11 @@ def what_if(
     cluster: Cluster | None = None,
     steps: Collection[int] | None = None,
 ) -> WhatIf:
-    """Run a recorded job again with changes, or try each single one; ``cluster`` is for another mesh of GPUs.
+    """Replay a recorded job with changes, or with each single change; ``cluster`` is for another mesh of
+    GPUs.
 
-    Raises ``TraceError`` where no trace can be read or holds a step, ``UsageError`` for a change that is not
-    known and ``InputError`` for one that does not apply.
+    Raises ``TraceError`` if no trace can be read or contains a step, ``UsageError`` for an unknown change
+    and ``InputError`` for a change that does not apply.
     """
     others = {"mesh": partial(mesh_change, cluster=cluster)}
     changes = [*(parse_change(text, others) for text in settings), *map(parse_without, without)]
@@ -47,7 +48,8 @@ def what_if(
 def recorded_ranks(
     job: JobFiles, *, steps: Collection[int] | None = None
 ) -> tuple[list[RecordedRank], list[str]]:
-    """Read every rank's trace; one that cannot be read is a warning. Raises ``TraceError`` if none can."""
+    """Read every rank's trace; an unreadable one gives a warning. Raises ``TraceError`` if none can be
+    read."""
     if not job.traces.files:
         raise TraceError(job.traces.absent)
     ranks, warnings = [], list(job.traces.warnings)

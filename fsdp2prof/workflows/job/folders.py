@@ -80,9 +80,9 @@ def refuse_special(path: Path) -> None:
 
 
 def files_below(root: Path) -> Iterator[Path]:
-    """Yield the files of a folder and of its folders, two levels down; hidden ones are left out.
+    """Yield the files of a folder and of its folders, two levels down, without hidden ones.
 
-    Raises ``InputError`` where there are more than anybody's logs, and for a pipe or a device.
+    Raises ``InputError`` for too many files, and for a pipe or a device.
     """
     refuse_special(root)
     level, seen = [root], 0
@@ -116,7 +116,8 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _likely_traces(root: Path, level: Iterable[Path], depth: int) -> list[Path]:
-    """Return files that may be traces: by the profiler's own names if there are any, else by similar ones."""
+    """Return files that may be traces: those with the profiler's own names if there are any, otherwise
+    similar ones."""
     traces = [path for path in level if is_trace_name(path)]
     if named := [path for path in traces if path.name.endswith(_PROFILER_SUFFIXES)]:
         return named

@@ -1,4 +1,4 @@
-"""The files of one job, found and opened once: what every workflow is given.
+"""The files of one job, found and opened once: the input of every workflow.
 
 A path is a run directory, one file, or a folder of files (:mod:`fsdp2prof.workflows.job.folders`).
 """
@@ -79,11 +79,11 @@ _PICKLE, _ZIP = b"\x80", b"PK\x03\x04"
 def open_job(
     path: str | Path, *, ranks: Collection[int] | None = None, iteration: int | None = None
 ) -> JobFiles:
-    """Open the files at a path; ``ranks`` selects some, by default all are read.
+    """Open the files at a path; ``ranks`` selects some of them.
 
-    ``iteration`` chooses one of several recordings of a run, or profiling cycles in a folder, by default the
-    newest, or the script's own settings where others were tried.
-    Raises ``InputError`` for what is not there, ``RunDirectoryError`` for a run that cannot be read.
+    ``iteration`` selects one of several recordings of a run, or profiling cycles in a folder; the default
+    is the newest, or the script's own settings if others were tried. Raises ``InputError`` for missing
+    input, ``RunDirectoryError`` for a run that cannot be read.
     """
     root = Path(path)
     refuse_special(root)
@@ -113,14 +113,14 @@ def was_tried(run: Path) -> bool:
 
 
 class JobFiles:
-    """Files of one job, by kind and rank. Each kind is looked for once, when it is first asked for."""
+    """Files of one job, by kind and rank; each kind is searched once, on first use."""
 
     def __init__(
         self, path: Path, run: RunDirectory | None, ranks: Collection[int] | None, iteration: int | None
     ) -> None:
         self.path = path
         self.run = run
-        """None where no recorder of ours wrote it."""
+        """The run; None without manifests."""
         self._ranks = ranks
         self._iteration = iteration
 
@@ -155,14 +155,14 @@ class JobFiles:
 
     @cached_property
     def summaries(self) -> Found:
-        """Summaries of ranks that kept no recording; raises as :attr:`traces`."""
+        """Summaries of ranks that stored no recording; raises the errors of :attr:`traces`."""
         ranks = () if self.run is None else self.run.ranks
         files = tuple(RankFile(rank=one.rank, path=one.summary) for one in ranks if one.summary is not None)
         return self._chosen(Found(files=files))
 
     @property
     def recordings(self) -> Found:
-        """Files that say what memory was in use: :attr:`memory`, else traces, which may hold its events."""
+        """Files with memory use: :attr:`memory`, otherwise traces, which may contain memory events."""
         has_own = bool(self.memory.files) or self.run is not None
         return self.memory if has_own or not self.traces.files else self.traces
 
@@ -173,7 +173,7 @@ class JobFiles:
 
     @property
     def manifests(self) -> dict[int, RankManifest]:
-        """What each rank of a run says of itself."""
+        """Manifest of each rank of a run."""
         return {rank: packed.manifest for rank, packed in self.packed_manifests.items()}
 
     @property
@@ -188,7 +188,7 @@ class JobFiles:
         return Found(files=(RankFile(rank=rank, path=self.path),), world_size=world_size)
 
     def _chosen(self, found: Found) -> Found:
-        """Keep the chosen ranks; one that left nothing of this kind in a run is a warning."""
+        """Select the chosen ranks; a rank of a run without files of this kind is a warning."""
         found = replace(found, files=tuple(map(located, found.files)))
         if self._ranks is None or not found.files:
             return found
@@ -255,7 +255,7 @@ def _silent(run: RunDirectory, kind: str, said: str) -> tuple[str, ...]:
 
 
 def _is_memory_file(path: Path) -> bool:
-    """Whether a file is a memory recording, by its name, else by how it begins."""
+    """Whether a file is a memory recording, by its name, otherwise by its first bytes."""
     if is_trace_name(path) or is_memory_name(path):
         return is_memory_name(path)
     try:

@@ -42,14 +42,14 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True)
 class NamedFile:
-    """Facts read from a path; None where it does not say."""
+    """Facts read from a path; None if it does not contain them."""
 
     rank: int | None
     iteration: Iteration | None
 
 
 def read_name(path: PurePath) -> NamedFile:
-    """Read a file's own name, else the folders of ``path`` from the inside out."""
+    """Read a file's own name, otherwise the folders of ``path`` from the inside out."""
     *folders, name = path.parts
     found = [match for part in path.parts for match in _ITERATION.finditer(part)]
     number = int(found[-1][1]) if found else None
@@ -81,7 +81,7 @@ def _rank(name: str, folders: list[str]) -> int | None:
 
 _SHOWN = 8
 _NO_EVENTS_BYTES = 1 << 12
-"""What a trace without events takes at most: such files may be equal."""
+"""Upper limit of the size of a trace without events: such files may be equal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,18 +116,18 @@ class Candidate:
     name: PurePath
     """Relative to the folder that was searched."""
     named: NamedFile
-    """What its name says."""
+    """Facts from the file's name."""
     rank: int | None
-    """As the file says, else its name."""
+    """World size from the file, otherwise from its name."""
     world_size: int | None
 
 
 def of_one_job(
     root: Path, kind: str, candidates: list[Candidate], iteration: int | None, left_out: Sequence[str]
 ) -> Found:
-    """Choose the files of one kind in a folder: those of the newest or the given iteration, one a rank.
+    """Select the files of one kind in a folder: those of the newest or the given iteration, one per rank.
 
-    Raises ``InputError`` for files of several jobs and for an iteration that is not there.
+    Raises ``InputError`` for files of several jobs and for a missing iteration.
     """
     chosen, told = _of_one_iteration(root, kind, candidates, iteration)
     _refuse_two_sizes(root, chosen)
@@ -150,7 +150,7 @@ def of_one_job(
 def _of_one_iteration(
     root: Path, kind: str, candidates: list[Candidate], wanted: int | None
 ) -> tuple[list[Candidate], list[str]]:
-    """Choose one iteration's files, and say so where there are several."""
+    """Select one iteration's files, and report it if there are several."""
     there = sorted({one.named.iteration for one in candidates if one.named.iteration is not None})
     numbers = ", ".join(str(number) for number in dict.fromkeys(one.number for one in there))
     if wanted is not None and not there:
@@ -202,7 +202,7 @@ def _refuse_two_jobs(root: Path, kind: str, rank: int, files: Sequence[Candidate
 
 
 def _by_rank(kind: str, candidates: Iterable[Candidate]) -> tuple[dict[int, list[Candidate]], list[str]]:
-    """Files by rank; those that do not say theirs get, in order, the ranks that are left."""
+    """Files by rank; files without a rank in their name get the remaining ranks in order."""
     by_rank: dict[int, list[Candidate]] = defaultdict(list)
     silent = []
     for one in candidates:

@@ -1,9 +1,8 @@
-"""Runs and results at fsspec URLs (``s3://``, ``gs://``, ``memory://``, ...): copied here, and written there.
+"""Runs and results at fsspec URLs (``s3://``, ``gs://``, ``memory://``, ...): download and upload.
 
-What is small is copied when a run is opened. A recording stays where it is: an empty file of its size stands
-for it, and :func:`fetched` copies it for as long as it is read, one rank at a time, by the process that
-reads it. Credentials are what the file system finds itself (environment, configuration, instance); none is
-kept.
+Small files are copied when a run is opened. A recording is represented by an empty file of its size, and
+:func:`fetched` copies it while it is read, one rank at a time, in the process that reads it. The file
+system finds its own credentials (environment, configuration, instance); none is stored.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _RECORDINGS = (TRACE_FILE, STORAGE_COUNT_FILE, *_SNAPSHOTS, *(name + PACKED for 
 def open_url(url: str, scratch: Path) -> Path:
     """Copy the files at a URL under ``scratch``; the recordings of a run directory only in name and size.
 
-    Raises ``InputError`` for what is not there, cannot be read or needs a package that is not installed.
+    Raises ``InputError`` for missing or unreadable input, or if a package is not installed.
     """
     with _telling(url):
         files, root = _file_system(url)
@@ -89,9 +88,9 @@ def refuse_existing_url(path: Path) -> None:
 
 
 def publish(path: Path) -> None:
-    """Write a staged file, or the files of a staged folder, to its URL; nothing happens to any other path.
+    """Upload a staged file, or the files of a staged folder, to its URL; do nothing for any other path.
 
-    Raises ``InputError`` where it cannot be written.
+    Raises ``InputError`` if it cannot be written.
     """
     url = url_of(path)
     if url is None or not path.exists():
@@ -127,7 +126,7 @@ def _copy_folder(files: Any, root: str, found: Mapping[str, Any], copy: Path, ur
 
 
 def _inside(root: str, path: str, url: str) -> PurePosixPath:
-    """Return a file's path in its folder. Raises ``InputError`` for one that would lead out of it."""
+    """Return a file's path in its folder. Raises ``InputError`` for a path that leaves the folder."""
     relative = path[len(root.rstrip("/")) :].lstrip("/") if path.startswith(root.rstrip("/")) else ""
     name = PurePosixPath(relative)
     if not relative or ".." in name.parts or "\0" in relative or name.is_absolute():
@@ -161,13 +160,13 @@ def _telling(url: str, doing: str = "read") -> Iterator[None]:
 
 
 def _safe(error: Exception, url: str) -> str:
-    """Return an error's first line without what the URL kept secret."""
+    """Return an error's first line without the secrets of the URL."""
     line = next(iter(str(error).splitlines()), "")
     return hide_secrets(line.replace(url, hide_secrets(url)))
 
 
 def scratch_folder(remove_later: Callable[[Callable[[], None]], object]) -> Path:
-    """Make a folder for copies; ``remove_later`` is given what removes it."""
+    """Make a folder for copies; ``remove_later`` receives the function that removes it."""
     folder = Path(tempfile.mkdtemp(prefix="fsdp2prof-"))
     remove_later(lambda: shutil.rmtree(folder, ignore_errors=True))
     return folder

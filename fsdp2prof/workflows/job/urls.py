@@ -1,6 +1,6 @@
-"""URLs that local folders stand for: what lies elsewhere is called by its URL, never by its copy's path.
+"""URLs of remote files: messages show the URL, never the path of the local copy.
 
-A URL is shown without what may be secret in it: user, password, query.
+A URL is shown without user, password and query, which may be secret.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def local_path(url: str) -> Path | None:
 
 
 def register(copy: Path, url: str) -> None:
-    """Remember what a folder or file is a copy of, for as long as the process lives."""
+    """Register the URL of a local folder or file, for the life of the process."""
     _COPIES[str(copy)] = url.rstrip("/")
 
 

@@ -1,1 +1,1 @@
-"""What runs in processes of its own to check a job before it trains."""
+"""Programs that run in separate processes to check a job before it trains."""

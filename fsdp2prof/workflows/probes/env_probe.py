@@ -1,6 +1,6 @@
-"""What `check env` starts on every rank in place of a training: ``-m ...env_probe FOLDER MESH``.
+"""Program that ``check env`` starts on every rank instead of a training: ``-m ...env_probe FOLDER MESH``.
 
-It leaves one JSON file a rank.
+It writes one JSON file per rank.
 """
 
 from __future__ import annotations

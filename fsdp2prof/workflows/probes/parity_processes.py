@@ -1,4 +1,4 @@
-"""The processes of a parity check: forks of one that has imported torch and done nothing with it."""
+"""The processes of a parity check: forks of a process that has imported torch but not used it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdp2prof.tables.probes import ParityMeasurements
 from fsdp2prof.workflows.probes.parity_rank import ParitySettings, run_plain, run_rank
 
 _LONGEST = 400
-"""Characters of what the user's own code raised."""
+"""Characters of an exception of the user's own code."""
 
 
 def train_both(settings: ParitySettings) -> ParityMeasurements:
@@ -86,9 +86,9 @@ def _received(pipe: Connection, name: str) -> Any:
 
 
 def _answer(pipe: Connection, call: Callable[[], Any]) -> None:
-    """In a fork: send what the call gives, or in one line what it raised, and end at once.
+    """In a fork: send the result of the call, or its exception in one line, and exit at once.
 
-    torch's threads for collectives may abort an interpreter that is ending.
+    torch's collective threads may abort an interpreter that is shutting down.
     """
     try:
         pipe.send((None, call()))
@@ -99,7 +99,7 @@ def _answer(pipe: Connection, call: Callable[[], Any]) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    """What was raised, and the innermost line outside torch."""
+    """Return the exception and the innermost line outside torch."""
     if isinstance(error, ModelError):
         return str(error)
     text = " ".join(str(error).split())[:_LONGEST]

@@ -64,7 +64,7 @@ _LOWER = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParitySettings:
-    """What is trained, and how."""
+    """Settings of the parity trainings."""
 
     model: str
     batch: str
@@ -86,7 +86,7 @@ class ParitySettings:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks with data of their own: tensor-parallel ranks share theirs."""
+        """Number of ranks with separate data: tensor-parallel ranks share theirs."""
         return self.world_size // self.mesh.get("tp", 1)
 
 
@@ -135,12 +135,12 @@ class _Training:
         return {name: one.detach() for name, one in self.module.named_parameters()}
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Gradients by name; None where there is none."""
+        """Gradients by name; None for a parameter without one."""
         return {name: one.grad for name, one in self.module.named_parameters()}
 
 
 def run_plain(settings: ParitySettings) -> list[float]:
-    """Train alone; returns the mean loss of each step."""
+    """Train in one process; return the mean loss of each step."""
     training, count = _Training(settings), settings.micro_batches * settings.data_ranks
     training.start()
     folder = Path(settings.folder)
@@ -170,7 +170,7 @@ def run_plain(settings: ParitySettings) -> list[float]:
 
 
 def run_rank(settings: ParitySettings, rank: int) -> tuple[list[Measured], list[float]]:
-    """Train as one rank; returns what it measured, and its own mean loss of each step."""
+    """Train as one rank; return its measurements, and its own mean loss of each step."""
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(settings.world_size)})
     if settings.device == "cuda":
         torch.cuda.set_device(rank)
@@ -260,7 +260,8 @@ class _Part:
     rank: int = 0
 
     def of(self, plain: Tensor, like: Tensor) -> Tensor:
-        """This rank's part of a tensor if ``like``, gathered whole, is not larger; else all of it."""
+        """This rank's part of a tensor if ``like``, gathered whole, is not larger; otherwise the whole
+        tensor."""
         rows = plain.shape[0] // self.ranks if plain.dim() else 0
         if self.ranks == 1 or like.shape != (rows, *plain.shape[1:]):
             return plain
@@ -275,9 +276,10 @@ def _compare(
     precision: Mapping[str, str],
     part: _Part,
 ) -> Iterator[Measured]:
-    """Measure tensors that both have, whole; every rank must call it, for gathering is a collective.
+    """Compare tensors that both sides have, as whole tensors; every rank must call it, because gathering
+    is a collective.
 
-    Of experts that expert parallelism dealt out, what a rank's group has of them.
+    Of experts distributed by expert parallelism, compare the part of the rank's group.
     """
     names = list(dict.fromkeys([*sharded, *plain]))
     for position, name in enumerate(names):

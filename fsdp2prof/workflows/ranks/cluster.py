@@ -1,8 +1,8 @@
-"""A Dask cluster that reduces ranks: one on this machine, or one that a scheduler's address names.
+"""A Dask cluster that reduces ranks: one on this machine, or one with a scheduler's address.
 
-A function and one rank's work go to a worker and what it returns comes back, never more at a time than keeps
-every worker busy, so that neither the scheduler nor this process holds results that nothing waits for.
-Another worker repeats what a worker that died had not returned.
+A function and one rank's work go to a worker and its result comes back. No more tasks are in flight than
+keep every worker busy, so that neither the scheduler nor this process accumulates results. Another worker
+repeats the unfinished tasks of a worker that died.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _AHEAD = 3
 
 
 class LostError(Fsdp2ProfError):
-    """One piece of work that ended every worker that took it."""
+    """A task that crashed every worker that ran it."""
 
 
 def check_address(address: str) -> str:
-    """Return ``local`` or a scheduler's address as given. Raises ``UsageError`` for anything else."""
+    """Return ``local`` or a scheduler's address unchanged. Raises ``UsageError`` for anything else."""
     if address != LOCAL and _ADDRESS.fullmatch(address) is None:
         raise UsageError(f"--cluster {address}: not local, and not a scheduler's address (tcp://HOST:8786)")
     return address
@@ -103,9 +103,9 @@ class Cluster:
         self._require_same_version()
 
     def map(self, function: Callable[[Item], T], items: Sequence[Item]) -> Iterator[T | LostError]:
-        """Yield ``function(item)`` in the order of the items, or why an item could not be done.
+        """Yield ``function(item)`` in the order of the items, or the reason why an item failed.
 
-        Raises what the function raised of this package's errors, and ``ClusterError`` for any other.
+        Raises this package's errors from the function, and ``ClusterError`` for any other.
         """
         rest = iter(items)
         waiting = deque(self._submit(function, islice(rest, self._at_once())))
@@ -125,7 +125,7 @@ class Cluster:
         return pickle.loads(zlib.decompress(packed))
 
     def require_files(self, locations: Iterable[str]) -> None:
-        """Raise ``ClusterError`` unless every worker sees these files (those that are on a disk)."""
+        """Raise ``ClusterError`` unless every worker can read these files, if they are on a disk."""
         from functools import partial
 
         for location in locations:
@@ -183,7 +183,7 @@ def _is_file(location: str) -> bool:
 
 
 def _own_keys() -> bool | None:
-    """Whether a local cluster can have keys of its own, so that no other user of the machine can connect."""
+    """Whether a local cluster can have its own keys, so that no other user of the machine can connect."""
     try:
         import cryptography  # noqa: F401
     except ImportError:

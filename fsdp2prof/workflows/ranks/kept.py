@@ -120,9 +120,9 @@ def is_kept(path: Path) -> bool:
 
 
 def read_kept(path: Path) -> Kept | None:
-    """Decode a JSON document that this package wrote; None for anything else.
+    """Decode a JSON document of this package; None for anything else.
 
-    Raises ``InputError`` for one that is damaged or of a kind that is not compared.
+    Raises ``InputError`` for a damaged document or one that cannot be compared.
     """
     schema = _schema_of(path)
     if schema is None:
@@ -143,7 +143,7 @@ def read_kept(path: Path) -> Kept | None:
 
 
 def _told(result: Kept, warning: str) -> Kept:
-    """Return a result with a warning where people read it."""
+    """Return a result with an added warning."""
     if isinstance(result, (TraceAnalysis, MemoryAnalysis)):
         return replace(result, warnings=[*result.warnings, warning])
     if isinstance(result, RunAnalysis):
@@ -152,7 +152,7 @@ def _told(result: Kept, warning: str) -> Kept:
 
 
 def _checked(result: Kept) -> Kept:
-    """Return a result whose timeline can be drawn; raise ``ValueError`` for what no analysis writes."""
+    """Return a result whose timeline can be drawn; raise ``ValueError`` for one that no analysis writes."""
     trace, _ = _parts(result)
     timeline = None if trace is None else trace.timeline
     if trace is None or timeline is None:

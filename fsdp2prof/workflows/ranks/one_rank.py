@@ -1,8 +1,7 @@
 """Reduce one rank's files to an analysis that is small, picklable and ready to merge with other ranks'.
 
-Nothing else touches a rank's own events, here, in a process beside this one or on a cluster's worker: each
-calls the same function, and only its result travels. The analysis of memory is imported only where there is a
-recording.
+Nothing else reads a rank's events. This process, a helper process and a cluster's worker all call the same
+function, and only its result is sent. The analysis of memory is imported only if there is a recording.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ if TYPE_CHECKING:
 
 
 REPLAYED_RANKS = 64
-"""A larger job is replayed where that is asked for: every rank's program takes memory and time."""
+"""Number of ranks above which a job is replayed only on request: every rank's program takes memory and
+time."""
 
 
 class TraceOptions(TypedDict, total=False):
@@ -49,12 +49,12 @@ class TraceOptions(TypedDict, total=False):
     steps: Collection[int] | None
     """None, the default, is all."""
     workers: int | None
-    """Processes; by default what the files are worth."""
+    """Number of processes; by default chosen by file size."""
     cluster: str | None
     """Where each rank is read: ``local`` or a Dask scheduler's address; by default here."""
     references: References
     what_if: bool
-    """Also try, by replaying the recording, what would make a step faster; by default in jobs of at most
+    """Whether to replay changes that would make a step faster; by default in jobs of at most
     ``REPLAYED_RANKS`` ranks."""
 
 
@@ -69,13 +69,13 @@ class RankWork:
     ranks: int = 1
     """Of the job, whose traces are read."""
     workers: int | None = None
-    """Processes that decode one file; by default what it is worth."""
+    """Number of processes that decode one file; by default chosen by its size."""
     keep_fullest: bool = False
-    """Also return the recording with the highest peak, where it stays in this process."""
+    """Whether to also return the recording with the highest peak, if it stays in this process."""
 
     @property
     def manifest(self) -> RankManifest | None:
-        """What the rank said of itself."""
+        """The rank's manifest."""
         return None if self.packed is None else self.packed.manifest
 
 
@@ -146,9 +146,9 @@ def reduce_rank(work: RankWork) -> Reduced:
 
 
 def peak_in_trace(work: RankWork, fullest: PreparedRecording | None = None) -> AtPeak | None:
-    """Look the highest of a rank's peaks up in its trace, which must be there.
+    """Look up the highest of a rank's peaks in its trace, which must exist.
 
-    ``fullest`` is the recording, if it is at hand already. Raises ``TraceError``.
+    ``fullest`` is the recording, if it is already loaded. Raises ``TraceError``.
     """
     from fsdp2prof.analyzers.memory.kineto_events import find_peak
     from fsdp2prof.analyzers.trace.rank_tables import rank_tables
@@ -185,10 +185,10 @@ def read_recordings(file: RankFile) -> list[MemoryRecording]:
 
 
 def cut_short(trace: Trace, manifest: RankManifest | None) -> list[int]:
-    """Steps whose label is in the trace and that the recorder did not see end.
+    """Steps with a label in the trace that the recorder did not see end.
 
-    If it saw none end, those that no forward began in: the others are all there is to show. None where no
-    label tells, as where graphs are replayed.
+    If it saw none end, those in which no forward began: the others are all there is to show. None if no
+    label decides, for example with replayed graphs.
     """
     if manifest is None:
         return []
@@ -242,7 +242,7 @@ def _reduce_trace(work: RankWork, file: RankFile) -> tuple[ReducedTrace, RankTab
 
 
 def read_rank_trace(file: RankFile, *, workers: int | None = None) -> Trace:
-    """Read a rank's trace from where it lies; it is called as the user called it.
+    """Read a rank's trace from its location, under the user's name for it.
 
     ``workers`` are those of :class:`TraceOptions`. Raises ``TraceError``.
     """
@@ -342,7 +342,7 @@ def _peak_or_reason(work: RankWork, fullest: PreparedRecording | None = None) ->
 
 
 def _abroad(work: RankWork) -> RankWork:
-    """Return the work with absolute locations of its files, one process a rank."""
+    """Return the work with absolute locations of its files, one process per rank."""
     return replace(
         work,
         trace=None if work.trace is None else seen_from_anywhere(work.trace),
@@ -366,7 +366,7 @@ def _not_reduced(work: RankWork, reason: str) -> Reduced:
 
 
 def _workers(files: Sequence[RankFile], given: int | None) -> tuple[int, int | None]:
-    """Processes that share the ranks, and that share the decoding of one rank (None: what it is worth)."""
+    """Processes that share the ranks, and processes that decode one rank (None: chosen by size)."""
     if given is not None:
         return given, max(1, given // max(1, len(files)))
     large = sum(
@@ -384,11 +384,11 @@ def references(
     hardware: str | HardwareSpec | None = None,
     thresholds: FindingThresholds | None = None,
 ) -> References:
-    """Return what the speed of a step and of its collectives is measured against.
+    """Return the figures that the speed of a step and of its collectives is compared with.
 
-    ``tokens_per_step`` is of all ranks together; ``hardware`` the accelerator (``h100-sxm``), for MFU and
-    bandwidth against its peak; ``thresholds`` when a finding is worth reporting. Raises ``ModelError`` for
-    unknown hardware, and ``UsageError`` for hardware of which only the memory is known.
+    ``tokens_per_step`` is the sum over all ranks; ``hardware`` the accelerator (``h100-sxm``), for MFU and
+    bandwidth relative to its peak; ``thresholds`` decide when a finding is reported. Raises ``ModelError``
+    for unknown hardware, and ``UsageError`` for hardware given only by its memory.
     """
     device = _accelerator(hardware) if isinstance(hardware, str) else hardware
     if device is not None and not device.flops:
