@@ -397,7 +397,7 @@ def test_another_mesh_of_gpus_needs_the_cluster(two_meshes: dict[str, tuple[Path
     base, _ = two_meshes["dp_shard=16"]
     with pytest.raises(UsageError, match="--hardware"):
         what_if(open_job(base), settings=["mesh=dp_shard=32"])
-    with pytest.raises(InputError, match="this mesh already"):
+    with pytest.raises(InputError, match="already has this mesh"):
         what_if(open_job(base), settings=["mesh=dp_shard=16"], cluster=TWO_NODES)
     larger = what_if(open_job(base), settings=["mesh=dp_shard=64"], cluster=TWO_NODES)
     assert any("64 ranks in place of 16" in note for note in larger.tried[0].assumptions)

@@ -242,7 +242,7 @@ def test_files_of_the_wrong_rank_are_said(tmp_path: Path, capfd: pytest.CaptureF
     shutil.copy(root / rank_folder(0) / TRACE_FILE, root / rank_folder(1) / TRACE_FILE)
     warnings = json.loads(call(capfd, "analyze", "trace", root, "--format", "json").out)["warnings"]
     assert any("the file of rank 0 is identical to that of 1 rank: 1" in line for line in warnings)
-    assert any("its rank is 0, the manifest beside it says 1" in line for line in warnings)
+    assert any("its rank is 0, but the manifest beside it says 1" in line for line in warnings)
     (root / rank_folder(1) / MANIFEST_FILE).unlink()
     warnings = json.loads(call(capfd, "analyze", "trace", root, "--format", "json").out)["warnings"]
     assert any("a trace of rank 0, read as that of rank 1" in line for line in warnings)

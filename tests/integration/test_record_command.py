@@ -154,7 +154,7 @@ def test_a_script_without_its_interpreter(tmp_path):
     done = record(tmp_path / "run", "train.py", "--lr", "1")
     assert done.returncode == 1
     assert done.stderr == (
-        "error: train.py: a script, which needs its interpreter: record -- python train.py --lr 1, "
+        "error: train.py: a script needs its interpreter: record -- python train.py --lr 1, "
         "or torchrun ... train.py --lr 1\n"
     )
     assert not (tmp_path / "run").exists()

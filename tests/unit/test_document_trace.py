@@ -157,7 +157,7 @@ def test_nothing_to_show_is_said() -> None:
     analysis = trace_analysis()
     assert "No collective ran" in text_of(summarise(replace(analysis, groups=[])))
     stepless = summarise(replace(analysis, ranks=[replace(rank, steps=[]) for rank in analysis.ranks]))
-    assert "No step is in these traces" in text_of(stepless)
+    assert "These traces contain no step" in text_of(stepless)
     assert "Where the step goes" not in text_of(stepless)
     assert text_of(summarise(replace(analysis, ranks=[], groups=[], findings=[], warnings=[])))
 
@@ -250,12 +250,12 @@ def test_the_changes_worth_most_open_the_page_with_gain_and_cost() -> None:
     analysis = with_replays(on_gpus, offered)
     document = build(analysis)
     assert document.changes == [
-        "With reshard=never (`reshard=never`): 5.00 ms less a step (10.0%), for at most 3.00 MiB more "
+        "With reshard=never (`reshard=never`): saves 5.00 ms per step (10.0%), for at most 3.00 MiB more "
         "memory.",
-        "With forward_prefetch=2 (`forward_prefetch=2`): 4.00 ms less a step (8.0%).",
+        "With forward_prefetch=2 (`forward_prefetch=2`): saves 4.00 ms per step (8.0%).",
     ], "other results (reduce_dtype) and other hardware are not proposed"
     brief = RENDERERS["text"].render(document, RenderOptions(brief=True, width=100))
-    assert "With reshard=never (`reshard=never`): 5.00 ms less" in brief, "the terminal names them too"
+    assert "With reshard=never (`reshard=never`): saves 5.00 ms" in brief, "the terminal names them too"
     assert [row.change for row in analysis.what_if if row.told] == ["reshard=never", "forward_prefetch=2"]
     assert not build(with_replays(trace_analysis(), offered)).changes, "not of a CPU's collectives"
     few = with_replays(on_gpus, [change("forward_prefetch=2", 1.4 * MS)])
@@ -304,7 +304,7 @@ def test_settings_that_gain_come_before_faster_hardware_and_the_rest() -> None:
     assert [row[0] for row in table.rows] == ["reshard=never"]
     assert [row[0] for row in table.unabridged.rows] == [row.change for row in rows]
     assert isinstance(hardware, Sentences)
-    assert hardware.lines == ["compute=1.2x: 200.0 ms less a step (20.0%)"]
+    assert hardware.lines == ["compute=1.2x: saves 200.0 ms per step (20.0%)"]
     assert isinstance(without, Sentences)
     assert without.lines == ["forward_prefetch=1, reshard=always"]
 

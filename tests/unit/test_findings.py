@@ -467,7 +467,8 @@ def test_steps_of_several_kinds_are_told(tmp_path: Path) -> None:
     assert without(analysis, "none", first) == []
     (turns,) = without(analysis, "reduce_scatter", first, "layers.2", "layers.3")
     said = (
-        rf"{rest} reduce gradients of `layers.2` and 1 more layer \(\S+ ms each\), step {first} of no others"
+        rf"{rest} reduce gradients of `layers.2` and 1 more layer \(\S+ ms each\), "
+        rf"step {first} only of layers that all steps reduce"
     )
     assert re.search(f"There are 2 kinds of steps: {said}", turns.message)
     assert f"--steps {first}." in turns.change

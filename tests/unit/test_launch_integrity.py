@@ -296,7 +296,7 @@ def test_a_lowered_clock_and_a_used_up_quota_are_said(tmp_path: Path) -> None:
     ]
     assert told == [
         "thermal_slowdown lowered the GPU's clock in steps 4, 5 (NVML): check cooling and power",
-        "the container's CPU quota was exhausted for 3.00 ms a step in steps 5, 6: raise its CPU limit",
+        "the container's CPU quota was exhausted for 3.00 ms per step in steps 5, 6: raise its CPU limit",
     ]
 
 

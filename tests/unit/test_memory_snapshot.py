@@ -267,7 +267,7 @@ def test_a_snapshot_without_a_history_says_that_it_shows_no_peak(tmp_path: Path)
     path.write_bytes(pickle.dumps({"segments": [segment], "device_traces": [[]]}))
     (recording,) = read_memory(path)
     (warning,) = recording.warnings
-    assert "no history: it shows the moment of writing, not the peak" in warning
+    assert "no history: it shows memory when it was written, not the peak" in warning
     (found,) = [one for one in analyze_memory([(0, recording, None)]).findings if one.id == "unattributed"]
     assert "has no history" in found.message
 

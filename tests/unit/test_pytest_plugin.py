@@ -56,7 +56,7 @@ def test_limits_hold_or_fail_with_the_value_and_the_verdict(outcomes, run: Path)
         ("max_exposed_fraction=1", "no metric 'exposed_fraction' here"),
         ("exposed_frac=1", "names begin with max_ or min_"),
         ("0.2", "written by name"),
-        ("", "no limit is given"),
+        ("", "no limit given"),
         ("max_peak_bytes='much'", "not a size"),
         ("max_exposed_frac='some'", "not a condition"),
     ],

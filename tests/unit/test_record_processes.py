@@ -22,7 +22,7 @@ def process(*arguments, python_path="/bootstrap"):
     [(("-I", "train.py"), "-I"), (("-u", "-E", "train.py"), "-E"), (("-uI", "-m", "train"), "-I")],
 )
 def test_isolated(arguments, flag):
-    assert process(*arguments).why_silent("/bootstrap").startswith(f"it runs `python {flag}`")
+    assert process(*arguments).why_silent("/bootstrap").startswith(f"`python {flag}` disables it")
 
 
 @pytest.mark.parametrize(

@@ -888,7 +888,7 @@ batch_size = 512
                 '[model]\nname = "Qwen/Qwen3-4B"\n[data]\n'.join(("rollouts_per_example = 8\n", "")),
             ),
         )
-    with pytest.raises(InputError, match="no configuration of a trainer that is known"):
+    with pytest.raises(InputError, match="not the configuration of a known trainer"):
         read(tmp_path, ("lora.yaml", "model: {name: m}\ndata: {seq_length: 4096}"))
 
 
