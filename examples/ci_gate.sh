@@ -4,7 +4,7 @@
 #   WRITE_BASELINE=1 examples/ci_gate.sh BASELINE torchrun --nproc-per-node 2 examples/train_tiny_fsdp2.py
 #   examples/ci_gate.sh BASELINE torchrun --nproc-per-node 2 examples/train_tiny_fsdp2.py
 #
-# The first writes the baseline, a few kilobytes to keep beside the code; without one the second fails. A run
+# The first writes the baseline, a few kilobytes to commit with the code; without one the second fails. A run
 # directory is a baseline, too. Thresholds come from the environment. The step that counts is the unrecorded
 # one: let the script run a dozen steps more than are recorded, and choose MAX_SLOWDOWN above the spread of the
 # machine's own step times.

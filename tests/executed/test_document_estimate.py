@@ -77,7 +77,7 @@ def test_a_layer_that_sends_more_is_not_folded() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"sync": "last"}, "after the last of 3 micro-batches only (sync=last)"),
+        ({"sync": "last"}, "after the last of 3 micro-batches (sync=last)"),
         ({"reshard": "never"}, "(reshard=never)"),
         ({"reduce_dtype": "bfloat16"}, "in bfloat16 (reduce_dtype)"),
     ],
@@ -104,8 +104,8 @@ def test_advice_begins_with_what_saves_most() -> None:
 def test_one_rank_sends_nothing() -> None:
     estimate = estimate_comm(MODEL, MeshSpec(), POLICY)
     assert (estimate.groups, estimate.advice, wire(estimate)) == ([], [], 0)
-    assert estimate.verdict == ["Nothing is sent: every group has one rank."]
-    assert "Nothing is sent" in rendered(estimate, "text")
+    assert estimate.verdict == ["There is no communication: every group has one rank."]
+    assert "There is no communication" in rendered(estimate, "text")
 
 
 def test_a_checkpoint_as_a_table() -> None:

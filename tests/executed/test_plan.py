@@ -495,7 +495,7 @@ def test_the_longest_sequence_of_a_model_with_so_many_positions() -> None:
     longest = answer(request, "max seq-len", engine=ENGINE)
     assert longest.answer is not None
     assert longest.answer.value == longest.given.seq_len == 1024
-    assert "Memory does not end it: gpt2 has 1024 learned positions" in longest.answer.sentence
+    assert "Memory is not the limit: gpt2 has 1024 learned positions" in longest.answer.sentence
     assert "1,000,000,000 tokens take" in longest.answer.sentence
 
 

@@ -141,7 +141,7 @@ def test_a_rank_far_ahead_says_which_recordings_its_own_are(tmp_path):
     assert leads.file.manifest.recordings == [1, 2, 3]
     assert ahead.file.manifest.recordings == [1, 3]
     assert ahead.file.manifest.messages == [
-        "recording 1 was due at step 5; this rank learned of it at step 46 and is left out",
+        "recording 1 was due at step 5; this rank learned of it at step 46 and skips it",
         "recording 1 of this rank is recording 2 of the others",
     ]
 

@@ -79,7 +79,7 @@ def test_an_observer_that_fails_leaves_the_error_as_it_is(recorded, monkeypatch,
     manifest = recorded(run_out)
     assert len(observers) == 1
     assert "the snapshot of an out-of-memory error failed at step 2" in manifest.messages[0]
-    assert "the training goes on" in capsys.readouterr().err
+    assert "the training continues" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def test_a_silent_node_speaks_of_its_own_ranks_only(tmp_path: Path) -> None:
     )
     assert (zero, one) == (0, 0)
     ranks = [
-        [line.split(":")[1].strip() for line in text.splitlines() if "no sign of life" in line]
+        [line.split(":")[1].strip() for line in text.splitlines() if "the recorder did not start" in line]
         for text in (told_by_0, told_by_1)
     ]
     assert sorted(rank for [rank] in ranks) == ["rank 0", "rank 1"]

@@ -131,7 +131,7 @@ def test_the_schedule_moves_behind_a_profiler_that_ends(compare):
     assert (manifest.memory_steps, manifest.traced_steps) == ([4], [6, 7, 8])
     assert manifest.messages == [
         "the training's own profiler had priority; the recorder traced steps 6, 7, 8; "
-        "memory is that of step 4"
+        "memory was recorded in step 4"
     ]
 
 
@@ -139,9 +139,9 @@ def test_its_trace_stands_for_ours_where_it_leaves_no_gap(compare):
     manifest = compare(scheduled(0, 1, 3))
     assert (manifest.state, manifest.traced_steps, manifest.memory_steps) == ("partial", [1, 2, 3], [])
     assert manifest.messages[0] == (
-        "the training's own profiler left no gap; trace.json.gz is the first trace that it wrote, "
+        "the training's own profiler left no gap; trace.json.gz is the first trace it wrote, "
         "steps 1, 2, 3; no gap for the memory recording either; "
-        "it slows every step that it covers: remove it after use"
+        "it slows every step that it covers: remove it when not needed"
     )
     kinds = [step.kind for step in manifest.steps]
     assert "plain" not in kinds, "no duration of a step with a profiler in it counts as undisturbed"
@@ -183,9 +183,9 @@ def test_a_profiler_inside_every_forward(compare, tmp_path):
     manifest = compare(train)
     assert (manifest.state, manifest.traced_steps, manifest.memory_steps) == ("partial", [], [])
     assert manifest.messages[0] == (
-        "the training's own profiler left no gap; trace.json.gz is the first trace that it wrote; "
+        "the training's own profiler left no gap; trace.json.gz is the first trace it wrote; "
         "no gap for the memory recording either; "
-        "it slows every step that it covers: remove it after use"
+        "it slows every step that it covers: remove it when not needed"
     )
     assert (tmp_path / "run" / "rank-00000" / "trace.json.gz").exists()
 
@@ -202,7 +202,7 @@ def test_one_that_writes_no_trace(compare):
     assert manifest.messages[0] == (
         "the training's own profiler left no gap and wrote no Chrome trace to use instead; "
         "no gap for the memory recording either; "
-        "it slows every step that it covers: remove it after use"
+        "it slows every step that it covers: remove it when not needed"
     )
 
 

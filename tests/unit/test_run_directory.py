@@ -45,14 +45,17 @@ def test_a_whole_run(run):
 
 
 def test_missing_partial_and_crashed_ranks_are_told(run):
-    write(run / "run.json", RunInfo(state="crashed", world_size=5, messages=["rank 4: no sign of life"]))
+    write(
+        run / "run.json",
+        RunInfo(state="crashed", world_size=5, messages=["rank 4: the recorder did not start"]),
+    )
     make_rank(run, 0, state="crashed", error="ValueError: x", files=())
     make_rank(run, 1, state="partial", messages=["schedule cut short"])
     make_rank(run, 2, state="running", files=())
     (run / "rank-00003").mkdir()
     opened = open_run(run)
     assert opened.messages == (
-        "rank 4: no sign of life",
+        "rank 4: the recorder did not start",
         "1 of 5 ranks left no recording: rank 4",
         "rank 0: crashed: ValueError: x",
         "rank 1: schedule cut short",
