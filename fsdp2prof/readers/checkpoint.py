@@ -21,14 +21,14 @@ from fsdp2prof.tables.sharding import CheckpointTable, StoredChunk, StoredTensor
 
 METADATA_FILE = ".metadata"
 _MOST_BYTES = 1 << 28
-"""Of metadata: about that of four million pieces."""
+"""Upper limit of metadata: about that of four million chunks."""
 _MOST_DIMENSIONS, _LARGEST = 64, 1 << 60
 
 _Location = tuple[str, int, int]
 
 
 def read_checkpoint(path: Path) -> CheckpointTable:
-    """Read the metadata of a distributed checkpoint. Raises ``InputError`` for what is none."""
+    """Read the metadata of a distributed checkpoint. Raises ``InputError`` for anything else."""
     if not path.is_dir():
         raise InputError(f"{path}: not a folder; give the folder that torch.distributed.checkpoint wrote")
     file = path / METADATA_FILE
@@ -92,7 +92,7 @@ def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], location: _Location
 
 
 def _locations(storage: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...]], _Location]:
-    """(name, offsets) -> where it is; an object has no offsets."""
+    """(name, offsets) -> location; an object has no offsets."""
     found: dict[tuple[str, tuple[int, ...]], _Location] = {}
     for index, info in storage.items():
         key, place = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
@@ -162,7 +162,7 @@ class Record:
     arguments: tuple[Any, ...] = ()
     state: Any = None
     items: dict[Any, Any] | None = None
-    """What was set on it as on a dictionary; None for nothing."""
+    """Items set on it as on a dictionary; None for none."""
 
 
 class _Mark:
@@ -176,7 +176,8 @@ _FEW_OBJECTS, _BYTES_AN_OBJECT = 1000, 4
 
 
 def load_records(content: bytes) -> Any:
-    """Return what a pickle holds, objects as records. Raises ``InputError`` for anything that is not one."""
+    """Return the content of a pickle, with objects as records. Raises ``InputError`` for anything that is
+    not a pickle."""
     try:
         return _Machine(_FEW_OBJECTS + len(content) // _BYTES_AN_OBJECT).run(content)
     except InputError:
@@ -215,7 +216,7 @@ class _Machine:
         self.stack.append(value)
 
     def push_new(self, value: Any) -> None:
-        """Push an object that takes memory of its own."""
+        """Push an object that takes its own memory."""
         self.left -= 1
         if self.left < 0:
             raise InputError("more objects than fit in its size")

@@ -77,7 +77,8 @@ class _Document(msgspec.Struct):
 
 
 def read_execution_trace(path: Path) -> ExecutionTrace:
-    """Read one rank's trace. Raises ``InputError`` for what is none, of another schema, or cut off."""
+    """Read one rank's trace. Raises ``InputError`` for a file that is not one, has another schema, or is
+    truncated."""
     text = b""
     try:
         text = _text(path)

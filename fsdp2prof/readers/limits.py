@@ -1,4 +1,4 @@
-"""What no training has. Analyses go through labels, devices and events in nested loops: these bound them."""
+"""Upper limits that no training reaches: analyses loop over labels, devices and events in nested loops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_OPEN = 4096
 
 
 def too_many_labels(labels: LabelTable) -> str | None:
-    """Say what labels have more of than a process can, if anything; they are in order of start."""
+    """Return the limit that the labels exceed, if any; they are in order of start."""
     steps = np.flatnonzero(labels.name.matches(lambda name: name.startswith("ProfilerStep#")))
     marked = np.unique(np.stack([labels.name.codes[steps], labels.thread[steps]]), axis=1)[0]
     most = int(np.unique(marked, return_counts=True)[1].max(initial=0))

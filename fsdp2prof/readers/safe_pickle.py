@@ -60,16 +60,17 @@ _CHUNK, _LONGEST = 4 << 20, 1024
 """Bytes read at a time; bytes that hold any opcode but a long string."""
 _GZIP = b"\x1f\x8b"
 _MOST_EXPANSION, _EXPANDS_FREELY_BYTES = 100, 16 << 20
-"""Snapshots compress tenfold to twentyfold: one that grows more is made to fill the memory."""
+"""Snapshots compress tenfold to twentyfold: a file that grows more is a decompression bomb."""
 _UNREADABLE: Any = (OSError, EOFError, isal_zlib.error)  # the stub of isal declares an instance
 _LOOKUPS = frozenset(b"ci\x93PQ\x82\x83\x84")
 """Opcodes at which the unpickler would look something up: it is left to say what."""
 
 
 def load_containers(path: Path, *, pairs_of_names: bool = False) -> Any:
-    """Load a pickle, plain or gzip, that holds builtin containers, strings and numbers only.
+    """Load a pickle, plain or gzip, that contains only builtin containers, strings and numbers.
 
-    Tuples of two integers may be in it, tuples of two names only where asked for. Raises ``SnapshotError``.
+    It may contain tuples of two integers, and tuples of two names only on request. Raises
+    ``SnapshotError``.
     """
     try:
         with path.open("rb") as raw:
@@ -88,7 +89,7 @@ def load_containers(path: Path, *, pairs_of_names: bool = False) -> Any:
 
 
 def _unpacked(file: BinaryIO, size: int) -> BinaryIO:
-    """Return a file as it is, or the contents of one that was packed with gzip, which must not be a bomb."""
+    """Return a file unchanged, or the contents of a gzip file, which must not be a decompression bomb."""
     packed = file.read(2) == _GZIP
     file.seek(0)
     if not packed:
@@ -102,9 +103,9 @@ def _unpacked(file: BinaryIO, size: int) -> BinaryIO:
 
 
 def text(value: Any) -> str:
-    """Return a string as it is. Raises ``TypeError`` for anything else.
+    """Return a string unchanged. Raises ``TypeError`` for anything else.
 
-    Never ``str(value)``: lists that share their members print for ever.
+    Never ``str(value)``: printing lists that share their members never ends.
     """
     if not isinstance(value, str):
         raise TypeError(f"a {type(value).__name__} where text is expected")
@@ -122,7 +123,7 @@ _ERRORS = (
     TypeError,
     ValueError,
 )
-"""What the unpickler raises on a stream that makes no sense."""
+"""Errors of the unpickler on an invalid stream."""
 
 
 class _ContainersOnly(pickle.Unpickler):

@@ -109,7 +109,7 @@ class Recorder:
             write_json(self._path / RUN_FILE, self._info)
 
     def _prepare_run(self) -> None:
-        """Let rank 0 make the directory and tell the others, so that all of them refuse or none does."""
+        """Let rank 0 create the directory and inform the others, so that all of them refuse or none does."""
         outcome: list[str | None] = [None, None]
         together = dist.is_available() and dist.is_initialized()
         if not together or dist.get_rank() == 0:

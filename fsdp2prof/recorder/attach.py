@@ -1,4 +1,5 @@
-"""Wraps ``fully_shard`` and ``replicate``; what records is imported when one of them is first called."""
+"""Wraps ``fully_shard`` and ``replicate``; recording modules are imported when one of them is first
+called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device and the libraries a rank runs on, as its manifest tells them."""
+"""The device and the libraries of a rank, for its manifest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp2prof.manifest import DeviceInfo
 _ATTENTION = ("math", "flash", "efficient", "cudnn")
 """By torch's number of each (``torch.nn.attention.SDPBackend``)."""
 _ATTENTION_ORDER = (1, 2, 0, 3)
-"""torch's own preference, where it cannot be asked."""
+"""torch's own preference, if it cannot be queried."""
 
 _STATS = (
     "allocated_bytes.all.current",
@@ -85,7 +85,7 @@ def allocator_stats(device_type: str) -> dict[str, int]:
 
 
 def allocator_settings(device_type: str) -> dict[str, str]:
-    """Return how the CUDA allocator is set, as far as torch tells outside of a snapshot; empty elsewhere."""
+    """Return the settings of the CUDA allocator that torch reports outside a snapshot; empty elsewhere."""
     if device_type != "cuda":
         return {}
     ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)

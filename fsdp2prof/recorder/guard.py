@@ -1,12 +1,12 @@
-"""The one guard between a training and the recorder: an error of ours costs a recording, never a training.
+"""The guard between a training and the recorder: an error of the recorder costs a recording, never a
+training.
 
-Whatever the training runs of the recorder is made here: wrappers of torch's functions (:meth:`Guard.around`),
-hooks, threads and ``atexit`` callbacks (:meth:`Guard.hook`), a signal handler (:meth:`Guard.before_death`).
-An exception in one part of the recorder, of any class but Ctrl-C's and ``sys.exit``'s, switches that part off
-and leaves the others on. One line on stderr and a message in the manifest say so; the traceback is in
-``errors.txt`` of the rank's folder.
-
-The training's own functions are called once, and no exception of theirs is caught.
+Every entry point from the training into the recorder is made here: wrappers of torch's functions
+(:meth:`Guard.around`), hooks, threads and ``atexit`` callbacks (:meth:`Guard.hook`), a signal handler
+(:meth:`Guard.before_death`). An exception in one part of the recorder, of any class but Ctrl-C's and
+``sys.exit``'s, switches that part off and leaves the others on. One line on stderr and a message in the
+manifest report it; the traceback is in ``errors.txt`` of the rank's folder. The training's own functions
+are called once, and none of their exceptions is caught.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Part: TypeAlias = Literal[
     "manifest",
     "ending",
 ]
-"""What may fail on its own; with ``recording`` everything stops but the end of the rank."""
+"""Parts that fail independently; a failure of ``recording`` stops everything except the end of the rank."""
 
 Enter: TypeAlias = Callable[..., Callable[[bool, Any], object] | None]
 """Called with a call's arguments before it. It returns None, or a function to call after it, with whether the
@@ -101,9 +101,9 @@ class Guard:
         self._is_removed = False
 
     def start(self, file: Path, keep: Callable[[str], None], step: Callable[[], int]) -> None:
-        """Say from now on what fails: ``keep`` gets the message, ``file`` the traceback.
+        """Report failures from now on: ``keep`` receives the message, ``file`` the traceback.
 
-        ``step`` gives the running training step.
+        ``step`` returns the running training step.
         """
         if self._keep is not None:  # a further session of this process
             self._failed.clear()
@@ -116,7 +116,7 @@ class Guard:
             self._try(_append, file, text)
 
     def when_off(self, part: Part, undo: Callable[[], object]) -> None:
-        """Call ``undo`` when ``part`` fails: it removes what the part left in the training."""
+        """Call ``undo`` when ``part`` fails: it removes the part's changes to the training."""
         self._undo[part] = undo
 
     def is_off(self, part: Part) -> bool:
@@ -138,7 +138,7 @@ class Guard:
 
     @_disable_dynamo
     def clean(self, part: Part, action: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-        """As :meth:`run`, and also where the part is off: for what takes it out of the training."""
+        """Like :meth:`run`, but also if the part is off: for removing it from the training."""
         return self._clean(part, action, *arguments, **named)
 
     def _clean(self, part: Part, action: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
@@ -180,10 +180,10 @@ class Guard:
         at: tuple[object, str] | None = None,
         in_dynamo: bool = False,
     ) -> Callable[..., Any]:
-        """Return ``original``, of torch or of the training, with ``enter`` around each call.
+        """Return ``original``, a function of torch or of the training, with ``enter`` around each call.
 
-        With ``at``, an owner and an attribute, what the training has put there by then is called instead.
-        A function that dynamo calls to disable itself is one ``in_dynamo``.
+        With ``at``, an owner and an attribute, the training's current replacement is called instead.
+        Functions that dynamo calls to disable itself are ``in_dynamo``.
         """
         run = self.run_in_dynamo if in_dynamo else self.run
 
@@ -247,7 +247,8 @@ class Guard:
         return handler
 
     def when_idle(self, action: Callable[[], None]) -> None:
-        """Run ``action`` now, or when what this thread runs of ours is over: a file is written whole."""
+        """Run ``action`` now, or after the recorder's current call on this thread, so that files are
+        written completely."""
         if getattr(self._local, "depth", 0):
             self._local.postponed = action
         else:
@@ -293,10 +294,10 @@ class Guard:
 
     @staticmethod
     def say(line: str) -> None:
-        """Write a line to the training's stderr, if that takes one.
+        """Write a line to the training's stderr, if it accepts one.
 
-        Not by ``print``: it writes to stdout where stderr is closed, and what a full one does not take stays
-        in a buffer that fails again, and with it the interpreter, at its end.
+        Not with ``print``: it writes to stdout if stderr is closed, and text that a full stderr does not
+        accept stays in a buffer that fails again at the end of the interpreter.
         """
         text = f"fsdp2prof: {line}\n"
         with suppress(Exception):
@@ -337,7 +338,7 @@ class _ShownAsDefault(int):
 def _is_of_a_handler(frame: FrameType) -> bool:
     """Whether a frame is a signal handler's: its caller is the frame that it was given, after the number.
 
-    What it raises while the recorder runs is the training's: a timeout, say.
+    Exceptions that it raises while the recorder runs belong to the training: a timeout, for example.
     """
     arguments, interrupted = getargvalues(frame), frame.f_back
     given = [arguments.locals.get(name) for name in arguments.args]
@@ -352,7 +353,7 @@ def _append(file: Path, text: str) -> None:
 
 
 def _leave_without_session(message: str, text: str) -> None:
-    """Leave a manifest that says why there is nothing else, where no session came to be."""
+    """Write a manifest with the reason, if no session was created."""
     from fsdp2prof.manifest import MANIFEST_SCHEMA
     from fsdp2prof.run_directory import ERRORS_FILE, MANIFEST_FILE, rank_folder
 

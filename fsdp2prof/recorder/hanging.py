@@ -1,9 +1,9 @@
 """A job that hangs: the activity of each rank, saved before the job is ended.
 
-Every rank watches its own steps. In a hang no rank's step ends, so all of them leave their part at about the
-same moment: the last collectives that torch kept (the Flight Recorder) and the Python stacks of all threads.
-A main thread that hangs in C++ and keeps the interpreter to itself is not heard; the launcher sees that it is
-silent (:mod:`fsdp2prof.recorder.launch.host_processes`).
+Every rank watches its own steps. In a hang no rank's step ends, so all of them save their state at about
+the same time: torch's last collectives (the Flight Recorder) and the Python stacks of all threads. A main
+thread that hangs in C++ and holds the GIL cannot do so; the launcher notices its silence
+(:mod:`fsdp2prof.recorder.launch.host_processes`).
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ _KEPT = "2000"
 _STOPPED_S = 5.0
 """Seconds between two looks that are too many for a process whose Python runs."""
 _DEEPEST = 500
-"""Calls kept of a thread."""
+"""Maximum number of calls per thread."""
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 """Of NCCL's collectives, and of other backends'."""
 
 
 def buffer_variables(environment: Mapping[str, str], run: Path, torch: str) -> dict[str, str]:
-    """Return what switches the Flight Recorder on, and lets NCCL's watchdog dump it into the run.
+    """Return the variables that switch the Flight Recorder on, and let NCCL's watchdog dump it into the
+    run.
 
-    What the user has set stays. ``torch`` is the version that trains: newer ones warn of old names.
+    The user's own settings stay. ``torch`` is the version that trains: newer ones warn of old names.
     """
     variables = {}
     file = str(run.resolve() / FLIGHT_RECORDER_FOLDER / "nccl_trace_rank_")
@@ -73,7 +74,8 @@ def keep_state(folder: Path, why: str, crash: TracebackType | None = None) -> li
 
 
 def _stacks(why: str, crash: TracebackType | None) -> Iterator[str]:
-    """Lines as ``faulthandler`` writes them, after one that says why; the main thread first, with names."""
+    """Lines in the format of ``faulthandler``, after one with the reason; the main thread first, with
+    names."""
     yield f"# {why}"
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -98,7 +100,7 @@ def _name(code: CodeType) -> str:
 
 
 def _dump() -> bytes | None:
-    """The collectives that torch kept, as JSON; None where it has none or keeps none."""
+    """torch's last collectives, as JSON; None if there are none or they are not recorded."""
     import torch
 
     module = getattr(torch._C, "_distributed_c10d", None)
@@ -112,9 +114,9 @@ def _dump() -> bytes | None:
 
 
 class HangWatch:
-    """Calls ``hung`` once for every stretch of ``after_s`` seconds in which no step ends.
+    """Calls ``hung`` once whenever no step ends for ``after_s`` seconds.
 
-    It begins with the first :meth:`step`: what comes before takes as long as it takes.
+    It begins with the first :meth:`step`, because initialisation may take any time.
     """
 
     def __init__(self, after_s: int, hung: Callable[[float], None]) -> None:

@@ -22,7 +22,7 @@ class Identity:
 
 
 def identify() -> Identity:
-    """Ask the default process group, else the environment of torchrun, Slurm, Open MPI or MPICH."""
+    """Query the default process group, otherwise the environment of torchrun, Slurm, Open MPI or MPICH."""
     rank, world_size = _from_environment(_RANK, 0), _from_environment(_WORLD_SIZE, 1)
     if dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -193,7 +193,7 @@ def test_every_rank_records_the_same_steps_or_none(tmp_path):
     late.step = first
     late.begin()
     assert late.file.manifest.recordings == []
-    assert "is left out" in late.file.manifest.messages[0]
+    assert "skips it" in late.file.manifest.messages[0]
 
 
 def kinds(rank: Rank, step: int) -> str:

@@ -101,7 +101,7 @@ def looks_like_dump(path: Path) -> bool:
 
 
 def read_dump(path: Path, rank: int) -> FlightDump:
-    """Read one rank's dump. Raises ``FlightRecorderError`` for what is none or cannot be read."""
+    """Read one rank's dump. Raises ``FlightRecorderError`` for a file that is not one or cannot be read."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise FlightRecorderError(

@@ -1,8 +1,8 @@
-"""NCCL Inspector's logs (``NCCL_INSPECTOR_ENABLE=1``): a JSON object a line, one file a process.
+"""NCCL Inspector's logs (``NCCL_INSPECTOR_ENABLE=1``): one JSON object per line, one file per process.
 
 Format: ``plugins/profiler/inspector/inspector_json.cc`` of github.com/NVIDIA/nccl, versions 4.0 to 4.3 of
-its output. Up to 4.2 every record bears its communicator; from 4.3 on a ``dump_stats`` record says it for
-those that follow. Sends, receives and proxy steps are left out.
+its output. Up to 4.2 every record contains its communicator; from 4.3 on a ``dump_stats`` record gives it
+for those that follow. Sends, receives and proxy steps are left out.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class _Columns:
         self._numbers = [array("q") for _ in range(3)]
 
     def add(self, line: bytes) -> None:
-        """Take one line; one that is not a record of a known communicator is counted."""
+        """Read one line; a line that is not a record of a known communicator is counted."""
         if line.isspace():
             return
         try:

@@ -1,8 +1,9 @@
-"""NCCL's log (``NCCL_DEBUG=INFO``): communicators, what connects their ranks, and the calls they made.
+"""NCCL's log (``NCCL_DEBUG=INFO``): communicators, transports between their ranks, and their calls.
 
-Lines are those of ``init.cc``, ``enqueue.cc``, ``transport`` and ``graph`` in github.com/NVIDIA/nccl (commit
-5067397, June 2026) and some of older releases. They may stand among a training's own output, of one process
-or of many. Calls need ``NCCL_DEBUG_SUBSYS=INIT,COLL``, algorithms ``TUNING``, paths between GPUs ``GRAPH``.
+Lines are those of ``init.cc``, ``enqueue.cc``, ``transport`` and ``graph`` in github.com/NVIDIA/nccl
+(commit 5067397, June 2026) and some of older releases, of one process or of many, possibly mixed with a
+training's own output. Calls need ``NCCL_DEBUG_SUBSYS=INIT,COLL``, algorithms ``TUNING``, paths between
+GPUs ``GRAPH``.
 """
 
 from __future__ import annotations
@@ -144,10 +145,10 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 class _Reader:
-    """Lines to what they say, communicator by communicator.
+    """Content of the lines by communicator.
 
-    A line about connections names no communicator: it is that which its thread is making, else that of the
-    process's last call, else the only one of the process.
+    A line about connections names no communicator: it is attributed to the one that its thread is
+    creating, otherwise to that of the process's last call, otherwise to the only one of the process.
     """
 
     def __init__(self) -> None:
@@ -178,7 +179,7 @@ class _Reader:
             self._add(host, head, line[head.end() : end].partition(_LOGGED_AS_JSON)[0])
 
     def _host(self, written: str) -> str:
-        """Return the known host that a name ends in, where another line runs into it; else the name."""
+        """Return the known host at the end of a name that another line runs into; otherwise the name."""
         if written in self._hosts:
             return written
         return max((host for host in self._hosts if written.endswith(host)), key=len, default=written)
@@ -202,7 +203,7 @@ class _Reader:
             _of_communicator(lambda: self._communicators.get(key) or self._current(thread), said)
 
     def end_of_file(self) -> None:
-        """Place what is left of its threads."""
+        """Attribute the remaining lines of its threads."""
         for thread, unplaced in self._unplaced.items():
             own = [
                 one
@@ -216,7 +217,8 @@ class _Reader:
         self._unplaced.clear()
 
     def _could_be(self, thread: _Thread, one: LoggedCommunicator, unplaced: LoggedCommunicator) -> bool:
-        """Whether a thread may have connected the ranks of a communicator: it is of its device and rank."""
+        """Whether a thread may have connected the ranks of a communicator: it has the same device and
+        rank."""
         device = self._of_device.get((one.host, one.pid, id(one)))
         ends = [(it.source, it.target) for it in unplaced.connections]
         fits = one.rank is None or all(one.rank in pair for pair in ends)

@@ -32,7 +32,7 @@ _PYSPY_PROCESS = re.compile(r"^Process \d{1,10}: ", re.M)
 _PYSPY_THREAD = re.compile(r'Thread (?:0x)?[0-9A-Fa-f]+ \([a-z+]+\)(?:: "(.*)")?$')
 _PYSPY_FRAME = re.compile(r"    (.+) \((.+?)(?::(\d{1,9}))?\)$")
 _NATIVE = re.compile(r"\.(?:c|cc|cpp|cxx|cu|h|hpp|inc|rs|S)$|\.so(?:\.|$)")
-"""Files of native frames: sources where a library says them, else the library."""
+"""File names of native frames: sources if a library gives them, otherwise the library."""
 _MAIN = ("MainThread", "main thread")
 _OUTERMOST = "<module>"
 
@@ -84,7 +84,7 @@ def read_stacks(path: Path, rank: int) -> RankStacks:
 
 
 def _threads(lines: Iterable[str]) -> list[_Thread]:
-    """Threads in their order in the file; what is neither a thread's line nor a frame's is left out."""
+    """Threads in the order of the file; lines that are neither a thread's nor a frame's are left out."""
     threads: list[_Thread] = []
     for line in lines:
         if len(line) > _LONGEST:
@@ -108,7 +108,7 @@ def _frame(line: str) -> StackFrame | None:
 
 
 def _main(threads: Sequence[_Thread]) -> _Thread | None:
-    """The main thread by its name, else the last of those that began with a module (newest come first)."""
+    """The main thread by name, otherwise the last of those that began with a module (newest come first)."""
     for one in threads:
         if one.name in _MAIN or one.header.startswith("Main thread"):
             return one

@@ -96,7 +96,7 @@ class _Progress:
 
 @dataclass(slots=True)
 class _Log:
-    """What some logs say, by rank."""
+    """Content of some logs, by rank."""
 
     ranks: set[int] = field(default_factory=set)
     timeouts: dict[int, dict[Issued, int]] = field(default_factory=lambda: defaultdict(dict))
@@ -105,7 +105,7 @@ class _Log:
     """(rank, sequence number) of a work that timed out -> name and description of its group."""
     progress: dict[int, dict[str, _Progress]] = field(default_factory=lambda: defaultdict(dict))
     told: list[tuple[int, str, dict[int, _Progress]]] = field(default_factory=list)
-    """Who speaks, of what, and what ranks of a process group do, the speaker first."""
+    """Writer and subject of a line, and activity of ranks of a process group, the writer first."""
     left: set[int] = field(default_factory=set)
     """Ranks whose peer in gloo has gone."""
 
@@ -119,7 +119,7 @@ def looks_like_watchdog(path: Path) -> bool:
 
 
 def read_watchdog_logs(files: Mapping[Path, int | None]) -> list[FlightDump]:
-    """Read the logs of one job (each with its rank where its name says one) to what each rank last did.
+    """Read the logs of one job (each with its rank if its name has one); return each rank's last calls.
 
     Raises ``FlightRecorderError`` for a file that cannot be read.
     """
@@ -236,9 +236,9 @@ def _place_told(log: _Log) -> None:
 
 
 def _place_left(log: _Log) -> None:
-    """Let ranks whose peer has gone wait as those that timed out, where another rank is silent.
+    """Treat ranks whose peer has ended as timed-out ranks, if another rank is silent.
 
-    Where none is, one of them may have come late, and found the others gone.
+    If none is silent, one of them may have been late, and found the others gone.
     """
     waited = {rank for rank, groups in log.progress.items() if _OF_GLOO in groups}
     if waited and log.ranks - waited - log.left:
@@ -290,7 +290,8 @@ def _call(seq: int, op: str, *, finished: bool = False) -> Issued:
 def _place(log: _Log) -> None:
     """Give each rank's first timeout its process group; without one, the number that most ranks share.
 
-    A rank whose log ends before it names the group waits in the one that all others name for the same call.
+    A rank whose log ends before it names the group waits in the group that all others name for the same
+    call.
     """
     often = Counter(one.seq for ones in log.timeouts.values() for one in ones)
     named: dict[Issued, set[tuple[str, str]]] = defaultdict(set)
@@ -309,11 +310,11 @@ def _place(log: _Log) -> None:
 
 
 def _members(log: _Log) -> dict[str, list[int]]:
-    """Ranks of each group whose ranks are evenly spaced, as those of a mesh are, silent ones included.
+    """Ranks of each group whose ranks are evenly spaced, as in a mesh, including silent ones.
 
-    The spacing follows from two ranks that say their place, the size from what an all-gather or a
-    reduce-scatter of the group brings and gives. Without either the last place said counts only where one
-    before it is silent: ranks behind it may be, too.
+    The spacing follows from two ranks that give their position, the size from the sizes of an all-gather
+    or reduce-scatter of the group. Without either, the last known position counts only if an earlier one
+    is silent: later ranks may be silent too.
     """
     seen: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     sizes: Counter[str] = Counter()

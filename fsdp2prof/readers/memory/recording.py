@@ -48,11 +48,11 @@ _HEADER = re.compile(
 _LONGEST_HEADER = 256
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _MOST_EXPANSION, _EXPANDS_FREELY_BYTES = 100, 16 << 20
-"""Recordings compress fivefold to tenfold: one that grows more is made to fill the memory."""
+"""Recordings compress fivefold to tenfold: a file that grows more is a decompression bomb."""
 
 
 def read_npz(path: Path) -> Arrays:
-    """Read every array of an archive, by name. Raises ``ValueError`` for anything else, ``OSError``."""
+    """Read every array of an archive, by name. Raises ``ValueError`` for anything else, and ``OSError``."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
@@ -163,7 +163,7 @@ def _recording(arrays: Arrays, header: RecordingHeader) -> MemoryRecording:
 
 
 def _get(arrays: Arrays, header: RecordingHeader, name: str, kind: str) -> Any:
-    """Return one column; raises ``ValueError`` if its type or string codes are not what the table says."""
+    """Return one column; raises ``ValueError`` if its type or string codes contradict the table."""
     array = arrays[name]
     wanted = {"Strings": np.int32, "BoolArray": np.bool_}.get(kind, np.int64)
     if array.dtype != wanted:

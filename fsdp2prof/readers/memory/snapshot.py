@@ -181,7 +181,7 @@ def _steps(labels: LabelTable) -> StepTable:
 
 _MOST_BYTES = 1 << 60
 _LATEST_NS = (1 << 63) - (1 << 60)
-"""The year 2225 of Unix time: what is added to it fits 64 bits."""
+"""The year 2225 in Unix time: sums with it fit 64 bits."""
 _LARGEST = 1 << 61
 """Of addresses, streams, threads, steps: sums with sizes fit 64 bits."""
 _MOST_EVENTS_PER_ROW, _EVENTS_OF_NO_ROW = 64, 1 << 16

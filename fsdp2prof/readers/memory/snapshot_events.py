@@ -26,7 +26,7 @@ from fsdp2prof.tables import (
 
 _OPERATOR = re.compile(r"at::_ops::(\w+)::call\b")
 _INSTALLED = re.compile(r"^.*[/\\](?:site|dist)-packages[/\\]")
-"""Where a package lies: what is behind it names the file."""
+"""Install location of packages: the rest of the path names the file."""
 
 
 class StackInterner:
@@ -59,7 +59,7 @@ class StackInterner:
         return Stacks.intern([names[code] for code in codes] for codes in self._rows)
 
     def operators(self) -> Strings:
-        """Return for each row the operator that Python called, else the innermost Python frame."""
+        """Return for each row the operator that Python called, otherwise the innermost Python frame."""
         names = list(self._frames)
         operator = [_OPERATOR.search(name) for name in names]
         python = [".py:" in name for name in names]
@@ -140,7 +140,7 @@ def read_events(trace: list[Any], stacks: StackInterner) -> EventColumns:
 def build_allocations(
     events: EventColumns, blocks: BlockTable, segments: list[Any], stacks: StackInterner
 ) -> tuple[AllocationTable, int]:
-    """Pair allocations with their frees, and add what was alive before the history began.
+    """Pair allocations with their frees, and add memory that was alive before the history began.
 
     Returns the table and the number of blocks whose allocation was recorded but is not in the file: a ring
     buffer that overflowed.
@@ -197,10 +197,10 @@ def build_allocations(
 
 
 def build_segments(events: EventColumns, segments: list[Any]) -> SegmentTable:
-    """Return what was reserved when: segments and, in expandable ones, mapped ranges.
+    """Return reserved memory over time: segments and, in expandable ones, mapped ranges.
 
-    Those there before the history began and still there at its end come from the snapshot's own list. An
-    unmapping may cut a range that was mapped in one piece, so ranges are followed one by one.
+    Segments from before the history that still exist at its end come from the snapshot's own list. An
+    unmapping may split a range that was mapped at once, so ranges are followed one by one.
     """
     ranges = _Ranges()
     for order in np.flatnonzero(events.action.matches(lambda name: name.startswith("segment_"))).tolist():
@@ -300,7 +300,7 @@ class _Ranges:
         self.rows.append(row)
 
     def remove(self, address: int, size: int, order: int, stream: int, expandable: bool) -> None:
-        """Give a range back; what of it was never added was there before the history began."""
+        """Release a range; a part that was never added existed before the history began."""
         end, known = address + size, 0
         for row in [
             row for row in self._live.values() if row.address < end and address < row.address + row.size
@@ -317,7 +317,7 @@ class _Ranges:
             self.rows.append(_Range(address, size - known, -1, stream, expandable, order))
 
     def complete(self, address: int, size: int, segment: Any) -> None:
-        """Account for a segment of the final list: what of it no event reserved was always there."""
+        """Account for a segment of the final list: a part that no event reserved existed from the start."""
         end = address + size
         known = sum(row.size for row in self._live.values() if address <= row.address < end)
         if known < size:
@@ -331,7 +331,7 @@ def _if_before(order: IntArray, limit: IntArray) -> IntArray:
 
 
 def _pools(address: IntArray, private: Strings, before: int, segments: list[Any]) -> Strings:
-    """Pool of each address: what the event says, else that of the segment it lies in at the end.
+    """Pool of each address: from the event, otherwise that of its segment at the end.
 
     ``private`` belongs to the rows from ``before`` on.
     """

@@ -1,6 +1,6 @@
-"""A run directory, opened: what was run, and what each rank left behind.
+"""A run directory, opened: the command, and each rank's recording.
 
-A rank may be missing, cut short or crashed; opening says so in ``messages`` and goes on with the rest.
+A rank may be missing, incomplete or crashed; ``messages`` says so and the rest is read.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def is_run_directory(path: Path) -> bool:
 
 
 def open_rank(folder: Path) -> RunDirectory:
-    """Open one rank's folder as a run of its own."""
+    """Open one rank's folder as a separate run."""
     rank = _rank_of(folder)
     if rank is None:
         raise RunDirectoryError(f"{folder}: not a rank's folder")
@@ -57,9 +57,9 @@ def open_rank(folder: Path) -> RunDirectory:
 
 
 def open_recording(run: RunDirectory, number: int) -> RunDirectory:
-    """Open one of the recordings of a run: the same run, its ranks with what they left then.
+    """Open one of the recordings of a run: the same run, with its ranks' recordings of that time.
 
-    Raises ``RunDirectoryError`` for a number that it does not have.
+    Raises ``RunDirectoryError`` for an unknown number.
     """
     if number not in run.recordings:
         raise RunDirectoryError(f"{run.path}: no recording {number}; it has {_listed(run.recordings)}")
@@ -149,7 +149,7 @@ def _records(root: Path, info: RunInfo) -> tuple[RankRecord, ...]:
 
 
 def _recordings(root: Path) -> tuple[int, ...]:
-    """Numbers of the recordings of which a rank kept something; where there are none, those that began.
+    """Numbers of the recordings of which a rank saved something; if there are none, those that began.
 
     The last one may have only warmed up when the training ended.
     """

@@ -103,7 +103,7 @@ def read_document(file: Path, kind: type[_Document], known_schema: str) -> tuple
 
 
 def _content(file: Path) -> bytes:
-    """Return the bytes of a document. Raises ``UnreadableError`` for one that is not there, or too large."""
+    """Return the bytes of a document. Raises ``UnreadableError`` for one that is missing or too large."""
     if file.exists() and not file.is_file():  # opening a pipe would wait for ever
         raise UnreadableError(f"{file}: not a file; record the run again")
     try:
@@ -121,11 +121,12 @@ def _content(file: Path) -> bytes:
 def decode_known(
     content: bytes, kind: type[_T], dec_hook: Callable[[type, Any], Any] | None = None
 ) -> tuple[_T, bytes, str | None]:
-    """Decode a document of ours; return it, its JSON, and a sentence on words of a newer version in it.
+    """Decode a document of this package; return it, its JSON, and a message about unknown values of a
+    newer version.
 
-    A word that is not in its fixed set becomes the one that claims nothing, where the set has one. Else the
-    nearest thing around it that may be absent is left out: an optional field, a row of a list. Raises as
-    ``msgspec`` does.
+    An unknown value of a fixed set becomes that set's neutral value, if it has one. Otherwise the nearest
+    enclosing optional part is left out: an optional field, a row of a list. Raises the errors of
+    ``msgspec``.
     """
     try:
         return msgspec.json.decode(content, type=kind, dec_hook=dec_hook), content, None

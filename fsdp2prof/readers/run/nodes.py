@@ -1,6 +1,7 @@
-"""What the launchers of a run's nodes said, put together.
+"""Merge the files of a run's launchers.
 
-Node 0 writes ``run.json``, every further one ``run-node-0000N.json``: each knows its own part of the run.
+Node 0 writes ``run.json``, every further one ``run-node-0000N.json``: each describes its own part of the
+run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def node_ranks(root: Path) -> dict[int, Path]:
 
 
 def read_run_info(root: Path) -> tuple[RunInfo, list[str]]:
-    """Read what is known of the run as a whole, and what a person should know of it.
+    """Read the description of the run as a whole, and its messages.
 
     Raises ``RunDirectoryError`` for a file that cannot be read or was written by a newer fsdp2prof.
     """
@@ -46,10 +47,11 @@ def read_run_info(root: Path) -> tuple[RunInfo, list[str]]:
 
 
 def merge_nodes(nodes: dict[int, RunInfo]) -> RunInfo:
-    """Put the nodes of one run together.
+    """Merge the nodes of one run.
 
-    The state is the worst of theirs, the exit code the first that is not 0; command, options and environment
-    are those of the lowest node; a message that does not name its rank gets the name of its node.
+    The state is the worst of theirs, the exit code the first that is not 0; command, options and
+    environment are those of the lowest node; a message that does not name its rank gets the name of its
+    node.
     """
     if len(nodes) <= 1:
         return next(iter(nodes.values()), RunInfo())

@@ -1,7 +1,7 @@
 """Kineto (Chrome) trace files as tables: ``read_trace(path) -> Trace``.
 
 CUDA, ROCm and CPU/gloo traces of torch 1.12 and newer, plain or gzip. Times are exact integer nanoseconds.
-A large file is decoded by several processes, each taking every n-th piece.
+A large file is decoded by several processes, each taking every n-th chunk.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ def read_trace(
 ) -> Trace:
     """Read one rank's trace file.
 
-    ``rank`` is what the caller knows about it (a run directory, a file name) and is taken where the file does
-    not say. ``workers`` processes decode it together (default: what its size is worth, at most the cores
-    there are). ``piece_bytes`` of JSON are decoded at a time, so that memory is bounded by the columns kept.
-    A report of Nsight Systems exported to SQLite (:mod:`fsdp2prof.readers.trace.nsys_report`) is read, too;
-    of several processes in it ``rank`` chooses one.
+    ``rank`` is the caller's knowledge (from a run directory or a file name), used if the file does not
+    state it. ``workers`` processes decode it together (default: by its size, at most the number of cores).
+    ``piece_bytes`` of JSON are decoded at a time, so memory is bounded by the stored columns.
+
+    A report of Nsight Systems exported to SQLite (:mod:`fsdp2prof.readers.trace.nsys_report`) is also
+    read; ``rank`` selects one of several processes in it.
+
     Raises ``TraceError`` for a file that is missing, empty, truncated, or not a Kineto trace.
     """
     path = Path(path)
@@ -54,7 +56,7 @@ def read_trace(
 
 
 def peek_rank(path: str | Path) -> tuple[int | None, int | None]:
-    """Return (rank, world size) as the start of a trace file says; None where it does not.
+    """Return (rank, world size) from the start of a trace file; None if missing.
 
     Reads no more than the start. Raises ``TraceError`` for a file that does not begin like a trace.
     """
@@ -82,7 +84,8 @@ def _read_alone(path: Path, piece_bytes: int) -> Trace:
 
 
 def _read_together(path: Path, workers: int, piece_bytes: int) -> Trace | None:
-    """Read with the help of other processes; None if a cut was guessed wrong: one that reads all mends it."""
+    """Read with the help of other processes; None if a guessed cut was wrong, which a single reader
+    repairs."""
     helpers = [Task(_read_share, path, index, workers, piece_bytes) for index in range(1, workers)]
     try:
         warnings: list[str] = []
@@ -102,7 +105,7 @@ def _read_together(path: Path, workers: int, piece_bytes: int) -> Trace | None:
 
 
 def _read_share(path: Path, index: int, workers: int, piece_bytes: int) -> Share | None:
-    """Decode every ``workers``-th piece from ``index`` on; None if a cut was guessed wrong."""
+    """Decode every ``workers``-th chunk from ``index`` on; None if a guessed cut was wrong."""
     reader = _Reader()
     try:
         decode_pieces(path, reader.add, [], piece_bytes, turn=(index, workers))
@@ -121,7 +124,7 @@ def _worth(path: Path) -> int:
 
 
 class _Reader:
-    """Decodes pieces of one file into a share; knows its header once the last piece is decoded."""
+    """Decodes chunks of one file into a share; has its header once the last chunk is decoded."""
 
     def __init__(self) -> None:
         self.share = Share()
@@ -129,7 +132,7 @@ class _Reader:
         self._kinds = schema.FLOAT_TIMES
 
     def add(self, text: bytes, number: int, is_last: bool) -> None:
-        """Decode one piece; raises ``msgspec.DecodeError`` if it is not one."""
+        """Decode one chunk; raises ``msgspec.DecodeError`` if it is invalid."""
         try:
             self.share.add(number, self._decode(text, is_last), self._kinds)
         except TextTimeNeededError:

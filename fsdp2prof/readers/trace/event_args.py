@@ -43,7 +43,7 @@ class TextTimeNeededError(Exception):
 
 
 class NoTimeError(msgspec.ValidationError):
-    """A timestamp or duration that is none, or one that no training has."""
+    """An invalid timestamp or duration, or one that no training has."""
 
     def __init__(self, most_us: float) -> None:
         super().__init__(f"a time that is not a number of microseconds up to {most_us:.0f}")
@@ -133,7 +133,7 @@ def narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def compact(values: npt.NDArray[Any]) -> CompactArray:
-    """Return the same integers in 32 bits each if all fit, else in 64."""
+    """Return the same integers in 32 bits each if all fit, otherwise in 64."""
     limits = np.iinfo(np.int32)
     fit = not len(values) or (limits.min <= values.min() and values.max() <= limits.max)
     return values.astype(np.int32 if fit else np.int64, copy=False)
@@ -228,13 +228,13 @@ _INPUT_ONLY = frozenset(
         "_c10d_functional::all_to_all_single",
     }
 )
-"""Name the input alone."""
+"""Only the name of the input."""
 _NO_DTYPE = frozenset({"", "TensorList", "GenericList"})
 
 
 @lru_cache(maxsize=4096)
 def has_shapes(name: str) -> bool:
-    """Whether an operator's recorded inputs are kept."""
+    """Whether an operator's recorded inputs are stored."""
     return name in _SHAPED_NAMES or name.startswith(_SHAPED_PREFIXES) or backends.is_collective_range(name)
 
 
@@ -255,7 +255,7 @@ def recorded_shapes(events: list[Complete], args: list[Args], rows: list[int]) -
 
 
 def nvtx_shape(row: int, name: str, sizes: str) -> Shape | None:
-    """Shapes that ``emit_nvtx`` wrote behind an operator's name; None where they are of no interest."""
+    """Shapes that ``emit_nvtx`` appended to an operator's name; None if they are not needed."""
     return (row, name, _shapes(sys.intern(sizes.replace(" ", ""))), "") if has_shapes(name) else None
 
 
@@ -282,7 +282,7 @@ def _metadata(row: int, args: Args) -> Metadata:
 
 
 def sync_waits(args: list[Args], rows: list[int]) -> list[Sync]:
-    """What the synchronisation events among those rows wait for."""
+    """Streams and events that the synchronisation events among those rows wait for."""
     return [
         (row, args[row].wait_on_stream, args[row].record_correlation)
         for row in rows
@@ -350,7 +350,8 @@ def _compact(raw: msgspec.Raw) -> str:
 
 @lru_cache(maxsize=4096)
 def _shapes(dims: str) -> str:
-    """Recorded shapes with null for what is none: a shape lists sizes, that of a list of tensors theirs."""
+    """Recorded shapes with null for anything else: a shape lists sizes, that of a list of tensors lists
+    shapes."""
     try:
         shapes = msgspec.json.decode(dims, type=list[Any])
     except (msgspec.DecodeError, RecursionError):

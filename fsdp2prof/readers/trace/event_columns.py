@@ -1,7 +1,7 @@
 """Typed Kineto events to columns: exact nanoseconds, interned strings, host threads and device streams.
 
-A file is decoded piece by piece, perhaps in several processes; :class:`Piece` is one piece's columns, and
-:class:`Share` the pieces one process decoded with the values its codes stand for.
+A file is decoded chunk by chunk, possibly in several processes; :class:`Piece` has one chunk's columns,
+and :class:`Share` the chunks that one process decoded with the values of their codes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WHOLE_TRACE = "Trace"
 
 @dataclass(slots=True)
 class Piece:
-    """Columns of one piece of a file; sparse rows count from the piece's first event."""
+    """Columns of one chunk of a file; sparse rows count from the chunk's first event."""
 
     events: Columns
     memory: Columns
@@ -50,7 +50,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Share:
-    """Pieces by their number in the file, and what their codes stand for."""
+    """Chunks by their number in the file, and the values of their codes."""
 
     pieces: dict[int, Piece] = field(default_factory=dict)
     names: Interner = field(default_factory=Interner)
@@ -58,14 +58,14 @@ class Share:
     pids: Interner = field(default_factory=Interner)
     tids: Interner = field(default_factory=Interner)
     _on_device: bytearray = field(default_factory=bytearray)
-    """Of the categories so far, whether each is of a device."""
+    """For each category so far, whether it belongs to a device."""
     _shaped: bytearray = field(default_factory=bytearray)
-    """Of the names so far, whether the recorded inputs of each are kept."""
+    """For each name so far, whether its recorded inputs are stored."""
 
     def add(self, number: int, events: list[Any], kinds: EventKinds) -> None:
-        """Turn a piece, decoded into events of these kinds, into columns.
+        """Turn a chunk, decoded into events of these kinds, into columns.
 
-        May raise ``TextTimeNeededError``, having added no piece.
+        May raise ``TextTimeNeededError``, without adding a chunk.
         """
         kind, instant = kinds.complete, kinds.instant
         complete = [e for e in events if type(e) is kind]
@@ -88,7 +88,7 @@ class Share:
         )
 
     def merge(self, other: Share) -> None:
-        """Take over another share's pieces, translating its codes."""
+        """Take over another share's chunks, translating its codes."""
         lookups = {
             "name": _lookup(self.names, other.names),
             "category": _lookup(self.categories, other.categories),
@@ -144,7 +144,7 @@ def _rows(
 
 
 def _device_columns(worked: list[tuple[Complete, Args]], rows: list[int], count: int) -> Columns:
-    """What only activities of a device have, which are those ``rows``."""
+    """Columns that only device activities have, which are those ``rows``."""
     columns = {name: np.full(count, -1, dtype=np.int64) for name in ("device", "stream", "bytes")}
     columns["device"][rows] = int_column([e.pid if a.device is None else a.device for e, a in worked])
     columns["stream"][rows] = int_column([e.tid if a.stream is None else a.stream for e, a in worked])

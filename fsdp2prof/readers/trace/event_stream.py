@@ -24,14 +24,14 @@ PIECE_BYTES = 1 << 19
 
 _HEAD_BYTES = 1 << 20
 _READ_BYTES, _CHUNK_BYTES = 1 << 16, 1 << 17
-"""Of a file, compressed or not: memory of this size is used again and again, a larger piece is given back to
-the system and asked for anew."""
+"""Bytes of a file read at a time, compressed or not: memory of this size is reused, a larger block is
+returned to the system and requested again."""
 _GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_WBITS = 31
 _MOST_EXPANSION, _EXPANDS_FREELY_BYTES = 100, 32 << 20
 """Traces compress ten- to thirtyfold: a file that grows more is made to fill the memory."""
 _LONGEST_BYTES = 64 << 20
-"""Of an event, and of what precedes the events: a trace is never held whole."""
+"""Upper limit of an event, and of the text before the events: a trace is never held whole."""
 _SPACE = b" \t\r\n"
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\]]', re.DOTALL)
@@ -42,11 +42,12 @@ _LONE_SURROGATE = re.compile(r"(\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w)|\\u[dD][
 _MALFORMED: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 Parse: TypeAlias = Callable[[bytes, int, bool], None]
-"""Takes a piece's text, its number, and whether it is the last; raises ``DecodeError`` if it is none."""
+"""Receives a chunk's text, its number, and whether it is the last; raises ``DecodeError`` if it is
+invalid."""
 
 
 class WrongCutError(Exception):
-    """A piece did not decode while several processes share a file: only one that reads all can tell why."""
+    """A chunk did not decode while several processes share a file: only a single reader can tell why."""
 
 
 def decode_pieces(
@@ -98,7 +99,8 @@ def decode_pieces(
 
 
 def _parse_to(cut: int, buffer: bytearray, parse: Parse, number: int, *, mend: bool) -> int:
-    """Parse the events up to a guessed cut, or to the exact one if it was wrong; return where it was cut."""
+    """Parse the events up to a guessed cut, or to the exact one if the guess was wrong; return the
+    position of the cut."""
     try:
         _parse(parse, _list_of(buffer, cut), number, False)
     except _MALFORMED:
@@ -179,7 +181,7 @@ def _until_events(buffer: bytes, chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _open_list(path: Path, buffer: bytes) -> tuple[bytes, bytes, bytes]:
-    """Split the first bytes into (start of the trace object, events, what closes the object)."""
+    """Split the first bytes into (start of the trace object, events, end of the object)."""
     text = buffer.lstrip(_SPACE)
     if text.startswith(b"["):
         return b'{"traceEvents":[', text[1:], b"}"
@@ -212,7 +214,7 @@ def _guessed_cut(buffer: bytearray) -> int:
 def _exact_cut(buffer: bytearray) -> int:
     """End of the last whole event but one, found by walking every token; 0 if there is none.
 
-    Slow, for the rare piece whose guess fell into a string or a nested object.
+    Slow, for the rare chunk whose guessed cut is in a string or a nested object.
     """
     depth = last = previous = 0
     for token in _TOKEN.finditer(buffer):

@@ -1,8 +1,8 @@
-"""The parts of a Kineto trace that are kept, as typed JSON: what msgspec decodes and what it skips.
+"""The parts of a Kineto trace that are used, as typed JSON: msgspec decodes these and skips the rest.
 
-Events are a union tagged by ``ph``: complete events (``X``), instants (``i``, of which ``[memory]`` matters),
-and everything else (flows, metadata), which costs no more than being skipped. Values that some writer
-gives as text or leaves out are ``Any`` here and become integers when columns are built.
+Events are a union tagged by ``ph``: complete events (``X``), instants (``i``, of which ``[memory]`` is
+used), and everything else (flows, metadata), which costs no more than skipping. Values that some writers
+give as text or omit are ``Any`` here and become integers when columns are built.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class Instant(msgspec.Struct, gc=False, tag_field="ph", tag="i"):
 
 
 class ExactComplete(Complete, gc=False, tag_field="ph", tag="X"):
-    """A complete event whose time is kept as text: float64 cannot hold its nanoseconds."""
+    """A complete event with its time as text: float64 cannot hold its nanoseconds."""
 
     ts: msgspec.Raw = NO_TEXT  # type: ignore[assignment]
 
 
 class ExactInstant(Instant, gc=False, tag_field="ph", tag="i"):
-    """An instant event whose time is kept as text."""
+    """An instant event with its time as text."""
 
     ts: msgspec.Raw = NO_TEXT  # type: ignore[assignment]
 

@@ -16,7 +16,7 @@ class _Args(msgspec.Struct, gc=False):
 
 
 class _Event(msgspec.Struct, gc=False):
-    """What is read of an event; everything else is skipped."""
+    """Decoded part of an event; everything else is skipped."""
 
     cat: str = ""
     name: str = ""

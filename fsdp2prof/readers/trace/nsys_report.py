@@ -54,7 +54,7 @@ _COPIES = {1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: 
 """``CUpti_ActivityMemcpyKind``, as Kineto writes it."""
 _VERSION = re.compile(r"_v\d+(?:_ptsz|_ptds)?$")
 _OPERATOR = re.compile(r"(?!FSDP::|fsdp2prof::)[A-Za-z_]\w*::\w|record_param_comms$|\w+Backward\d*$")
-"""What torch writes of its own accord, not on behalf of ``record_function``."""
+"""Suffix that torch writes itself, not on behalf of ``record_function``."""
 _ADDED = re.compile(
     r"(?:, seq = \d+)?(?:, op_id = \d+)?(?:, sizes = (\[.*?\]))?(?:, input_op_ids = \[.*\])?$"
 )
@@ -66,7 +66,7 @@ class NsysProcess:
     """A process of a report that used a device."""
 
     global_pid: int
-    """As in the report; -1 where it names no processes."""
+    """Process id as in the report; -1 if it names no processes."""
     device: int
     """The one most of its kernels ran on."""
 
@@ -89,7 +89,7 @@ def nsys_processes(path: Path) -> list[NsysProcess]:
 
 
 def read_nsys_report(path: Path, *, rank: int | None = None) -> Trace:
-    """Read one process of a report: the only one, else the one at place ``rank`` of ``nsys_processes``.
+    """Read one process of a report: the only one, otherwise number ``rank`` of ``nsys_processes``.
 
     Raises ``TraceError`` for a file that is not an exported report, is damaged, or has no kernels.
     """
@@ -97,7 +97,7 @@ def read_nsys_report(path: Path, *, rank: int | None = None) -> Trace:
 
 
 def _guarded(path: Path, read: Callable[[_Report], _T]) -> _T:
-    """Read from an open report; turn an error of SQLite into one line."""
+    """Read from an open report; turn an SQLite error into one line."""
     try:
         address = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
         with closing(sqlite3.connect(address, uri=True)) as connection:
@@ -279,7 +279,7 @@ class _Report:
         return self._columns[table]
 
     def count(self, table: str) -> int:
-        """Rows of a table; 0 where it has none or is not there."""
+        """Number of rows of a table; 0 if it is empty or missing."""
         if not self.columns(table):
             return 0
         return int(self._connection.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0])
@@ -303,7 +303,7 @@ class _Report:
             yield rows
 
     def text(self, number: Any) -> str:
-        """Return a registered text; empty where it is not there."""
+        """Return a registered text; empty if missing."""
         if not isinstance(number, int) or not {"id", "value"} <= self.columns("StringIds"):
             return ""
         row = self._connection.execute("SELECT value FROM StringIds WHERE id = ?", (number,)).fetchone()

@@ -1,4 +1,4 @@
-"""Columns of all pieces of a file to its :class:`Trace`: sorted, threads numbered, sparse tables joined."""
+"""Columns of all chunks of a file to its :class:`Trace`: sorted, threads numbered, sparse tables joined."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _MOST_PAIRS = 1 << 20
 """Processes times threads up to which a table of all their pairs is looked up in; sorting takes longer."""
 _MOST_BYTES = 1 << 60
 _BASE_NS = 1 << 62
-"""The year 2116: what a trace's epoch and its times may sum to fits 64 bits."""
+"""The year 2116: sums of a trace's epoch and its times fit 64 bits."""
 _UNCALLED = "cuda"
 """Type of a device whose work was launched by no call in the file."""
 
 
 def assemble(source: str, header: Header, share: Share, warnings: list[str]) -> Trace:
-    """Build the tables of one file from all its pieces, which are used up.
+    """Build the tables of one file from all its chunks, which are consumed.
 
     Raises ``TraceError`` if there are no events.
     """
@@ -130,7 +130,7 @@ def _memory_table(pieces: list[Columns], threads: _Threads) -> MemoryEventTable:
 
 
 def _join(pieces: list[Columns], name: str) -> npt.NDArray[Any]:
-    """Join one column of the pieces, letting go of them."""
+    """Join one column of the chunks, and release them."""
     parts = [piece.pop(name) for piece in pieces]
     joined = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
     del parts

@@ -1,7 +1,8 @@
 """Loaded by the interpreter of every Python process under ``fsdp2prof record``.
 
-Imports next to nothing: it steps out of ``sys.path``, runs the ``sitecustomize`` it stands before, leaves a
-sign of life, and waits for FSDP2 to be imported. In a process that never imports it, nothing else happens.
+Imports almost nothing: it removes itself from ``sys.path``, runs the ``sitecustomize`` that it shadows,
+reports that the process started, and waits for FSDP2 to be imported. In a process that never imports it,
+nothing else happens.
 """
 
 import os
@@ -99,7 +100,7 @@ def _run_hidden_sitecustomize() -> None:
 
 
 def _leave_sign_of_life(note: str = "") -> None:
-    """Tell the launcher that this process lives; a note names a wrapper, or after ``!`` what failed."""
+    """Report to the launcher that this process started; a note names a wrapper, or after ``!`` a failure."""
     # The launcher may have ended, this host not share its disk, or the variable not have been handed on.
     with suppress(Exception):
         path = os.path.join(os.environ["FSDP2PROF_ALIVE"], str(os.getpid()))  # noqa: PTH118

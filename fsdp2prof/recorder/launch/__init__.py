@@ -1,1 +1,1 @@
-"""The launcher's side of a recording: it starts the training and looks after what the ranks leave."""
+"""The launcher's side of a recording: it starts the training and manages the ranks' recordings."""

@@ -1,8 +1,8 @@
-"""Ranks of a run among this host's processes: why one never came to life, which hang, which outlived the
+"""Ranks of a run among this host's processes: ranks without a recorder, hung ranks, ranks that outlive the
 command.
 
-A hang is reported at once. A rank whose main thread holds Python's lock cannot write its own stacks. py-spy,
-where it is installed, reads them from outside, native frames too; such a rank is blocked anyway while it is
+A hang is reported at once. A rank whose main thread holds the GIL cannot write its own stacks. py-spy, if
+installed, reads them from outside, including native frames; such a rank is blocked anyway while it is
 read.
 """
 
@@ -29,7 +29,7 @@ from fsdp2prof.run_directory import MANIFEST_FILE, STACKS_FILE
 
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK")
 _UNTIL_SEEN_S = 2.0
-"""Between two looks for a first rank: one that ends at once takes longer to import torch."""
+"""Seconds between checks for a first rank: one that ends at once takes longer to import torch."""
 _LET_FINISH_S, _LET_TERMINATE_S = 5.0, 10.0
 
 
@@ -43,7 +43,7 @@ class RankProcess:
     python_path: str
 
     def why_silent(self, bootstrap: str) -> str:
-        """Say why the recorder never came to life in it, and what to do."""
+        """Return why the recorder never started in the process, and the remedy."""
         flag = _isolating_flag(self.arguments)
         if flag is not None:
             return f"`python {flag}` disables it; start the rank without {flag}"
@@ -83,10 +83,10 @@ class RankProcesses:
 
 
 def end_orphans(manifests: Iterable[RankManifest], settings: str) -> list[int]:
-    """End the ranks on this host that outlived the command; returns those that had to be signalled.
+    """End the ranks on this host that outlived the command; return those that had to be signalled.
 
-    They get a few seconds to end by themselves, then SIGTERM, then SIGKILL. Only processes that carry this
-    run's settings in their environment are touched: a pid may have been used again.
+    They get a few seconds to end by themselves, then SIGTERM, then SIGKILL. Only processes with this run's
+    settings in their environment are signalled, because a pid may have been reused.
     """
     host = socket.gethostname()
     ranks = {manifest.pid: manifest.rank for manifest in manifests if manifest.host == host}
@@ -139,7 +139,7 @@ def _environment(pid: int) -> dict[str, str]:
 
 
 def _read(file: Path) -> str:
-    """Read a file of ``/proc``; empty when the process has gone or belongs to somebody else."""
+    """Read a file of ``/proc``; empty if the process has ended or belongs to another user."""
     try:
         return file.read_bytes().decode(errors="replace")
     except OSError:
@@ -147,7 +147,8 @@ def _read(file: Path) -> str:
 
 
 def _isolating_flag(arguments: tuple[str, ...]) -> str | None:
-    """Return ``-I``, ``-E`` or ``-S`` if the interpreter was given it, alone or among other letters."""
+    """Return ``-I``, ``-E`` or ``-S`` if the interpreter was started with it, alone or among other
+    letters."""
     for argument in arguments[1:]:
         if not argument.startswith("-") or argument in ("-m", "-c", "-"):
             return None
@@ -166,11 +167,11 @@ _MOST_READ = 16
 """Silent ranks that py-spy is asked about."""
 _HUNG = b"# no step ended"
 _HOW = ("--native", "--nonblocking")
-"""With frames of C and C++, for which py-spy stops the process a moment; else without."""
+"""With C and C++ frames, for which py-spy briefly stops the process; otherwise without."""
 
 
 class _Rank(msgspec.Struct):
-    """Of a manifest, what tells a running rank of this node."""
+    """Part of a manifest that identifies a running rank of this node."""
 
     rank: int
     pid: int
@@ -179,7 +180,7 @@ class _Rank(msgspec.Struct):
 
 
 class HangReport:
-    """Looks at a run's folders until :meth:`close`; ``told`` gets a line for every hang that was kept."""
+    """Watches a run's folders until :meth:`close`; ``told`` receives a line for every saved hang."""
 
     def __init__(self, run: Path, node_rank: int, told: Callable[[str], None]) -> None:
         self._run = run
@@ -201,7 +202,7 @@ class HangReport:
                 self._report()
 
     def _new(self) -> dict[Path, int]:
-        """Stacks of ranks that stood still and were not told of yet, with the times they were written at."""
+        """Stacks of hung ranks that were not reported yet, with the times they were written."""
         found = {
             file: written for file in self._run.glob(f"rank-*/{STACKS_FILE}") if (written := _written(file))
         }

@@ -63,9 +63,9 @@ def launch(
 ) -> Outcome:
     """Record ``command`` into ``path`` and wait for it; other nodes may record into the same directory.
 
-    With ``rehearsal`` the command is one process, which plays a rank of a world that does not exist.
-    ``told`` gets messages for the user while the command runs.
-    Raises ``RunDirectoryError`` if the directory is there, ``InputError`` if the command cannot start.
+    With ``rehearsal`` the command is one process, which acts as one rank of a larger world. ``told``
+    receives messages for the user while the command runs. Raises ``RunDirectoryError`` if the directory
+    exists, ``InputError`` if the command cannot start.
     """
     if shutil.which(command[0]) is None:
         raise InputError(_why_not_found(command))
@@ -109,7 +109,7 @@ def _why_lost(path: Path, error: OSError | RunDirectoryError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """How the command ended, and what was seen of it meanwhile."""
+    """Outcome of the command, and observations while it ran."""
 
     code: int
     interrupted: bool
@@ -181,7 +181,8 @@ def _child_environment(settings: str, alive: Path, run: Path) -> dict[str, str]:
 
 
 def _rendezvous(rehearsal: Rehearsal | None) -> dict[str, str]:
-    """What torchrun would tell the rank; its device is the first of this machine, its peers are nowhere."""
+    """Environment that torchrun would give the rank; its device is the first of this machine, and it has
+    no peers."""
     if rehearsal is None:
         return {}
     node = rehearsal.rank // rehearsal.local_world_size
@@ -199,7 +200,7 @@ class _Trigger:
     run: Path
 
     def takes(self, number: int) -> bool:
-        """Ask the ranks for a recording if the signal is the one that does."""
+        """Request a recording from the ranks if the signal is the configured one."""
         if self.options.signal is None or number != signal.Signals[f"SIG{self.options.signal}"]:
             return False
         with suppress(OSError):  # no folder to record into any more: the command goes on

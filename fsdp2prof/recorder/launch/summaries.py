@@ -1,6 +1,6 @@
-"""``--summary``: the recordings of this node's ranks are analysed in processes of the launcher's.
+"""``--summary``: processes of the launcher analyse the recordings of this node's ranks.
 
-A rank only asks: a child of its own would be one that the training waits for.
+A rank only requests it, because the training might wait for a child of the rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOOK_S = 1.0
 
 
 class Summaries:
-    """Starts a process for every recording that a rank asks for: as many at a time as processors."""
+    """Starts a process for every recording that a rank submits, at most one per processor."""
 
     def __init__(self, run: Path, node_rank: int) -> None:
         self._run = run.resolve()
@@ -34,7 +34,7 @@ class Summaries:
         self._failed: list[Path] = []
 
     def look(self) -> float:
-        """Start what is asked for and note what has ended; returns the seconds until the next time."""
+        """Start requested analyses and note finished ones; return the seconds until the next check."""
         for pid, folder in list(self._running.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -50,7 +50,7 @@ class Summaries:
         return _LOOK_S
 
     def finish(self, *, wait: bool) -> list[str]:
-        """Wait for all of them, a while; returns what is to be said of those that are not there."""
+        """Wait for all of them for a limited time; return messages about missing ones."""
         end = time.monotonic() + WAIT_S
         while wait and time.monotonic() < end:
             self.look()

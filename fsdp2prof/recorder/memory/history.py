@@ -62,7 +62,8 @@ def why_not(device_type: str) -> str | None:
 
 
 def why_no_history() -> str | None:
-    """Say why torch knows no allocations of its CUDA allocator: it keeps those of its own allocator alone."""
+    """Return why torch knows no allocations of its CUDA allocator: it records only those of its own
+    allocator."""
     ask = getattr(torch._C, "_cuda_getAllocatorBackend", None)
     backend = ask() if ask else "native"
     return None if backend == "native" else f"torch keeps no history of the {backend} allocator's memory"
@@ -71,7 +72,7 @@ def why_no_history() -> str | None:
 def memory_capture(
     folder: Path, device_type: str, *, roots: int, stacks: bool
 ) -> CudaMemoryCapture | CpuMemoryCapture:
-    """Return the capture for a device type; what is not in the memory of a ``cuda`` device is counted."""
+    """Return the capture for a device type; memory that is not on a ``cuda`` device is counted."""
     if device_type == "cuda" and fake_mode() is None:
         return CudaMemoryCapture(folder / SNAPSHOT_FILE, several_roots=roots > 1)
     return CpuMemoryCapture(folder / STORAGE_COUNT_FILE, device_type, stacks=stacks)
@@ -113,7 +114,7 @@ class CpuMemoryCapture:
         self._tracker = _begun.pop(device_type) if self._running else _tracker(device_type, stacks=stacks)
 
     def begin_step(self, step: int) -> None:
-        """Begin a step, starting the count with the first."""
+        """Begin a step, and the count with the first step."""
         if self.lost is not None:
             return
         if not self._running:
@@ -123,7 +124,7 @@ class CpuMemoryCapture:
         self._tracker.mark_step(step)
 
     def address(self, tensor: torch.Tensor) -> int:
-        """Return the storage's address; a number that the count gave it where it has none."""
+        """Return the storage's address, or the number that the count gave it if it has none."""
         return self._tracker.address(tensor) if self._fake else tensor.untyped_storage().data_ptr()
 
     def finish(self) -> None:
@@ -171,10 +172,10 @@ class CudaMemoryCapture:
         self._number = -1
         self._running = False
         self._watched: list[tuple[str, Any, Any]] = []
-        """Functions of ``torch._C`` that turn the history on and off: name, torch's own, ours around it."""
+        """Functions of ``torch._C`` that switch the history on and off: name, torch's own, our wrapper."""
 
     def begin_step(self, step: int) -> None:
-        """Begin a step, starting the history with the first."""
+        """Begin a step, and the history with the first step."""
         self._number = step
         if self.lost is not None:
             return
@@ -192,7 +193,7 @@ class CudaMemoryCapture:
         return tensor.untyped_storage().data_ptr()
 
     def finish(self) -> None:
-        """Write the snapshot and turn the history off."""
+        """Write the snapshot and switch the history off."""
         if self._running:
             self._end_step()
             self._tags.stop()
@@ -218,7 +219,7 @@ class CudaMemoryCapture:
                 self._watched.append((name, original, ours))
 
     def _give_way(self, enabled: object = None, *_: Any, **__: Any) -> None:
-        """Leave the history to the training, which is about to turn it on or off."""
+        """Leave the history to the training, which is about to switch it on or off."""
         if self._running:
             self.lost = (
                 f"the training turned its own allocator history {'on' if enabled else 'off'} in step "
@@ -247,10 +248,10 @@ class CudaMemoryCapture:
 
 
 class OomDump:
-    """Writes a snapshot the moment the CUDA allocator runs out of memory, whatever step that happens in.
+    """Writes a snapshot when the CUDA allocator runs out of memory, in any step.
 
-    ``tell`` is called with the file's name. The recording of the memory steps, if it is there or still to be
-    written (``is_recording``), has a file of its own.
+    ``tell`` is called with the file's name. The recording of the memory steps, if it exists or is still to
+    be written (``is_recording``), has a separate file.
     """
 
     def __init__(
@@ -311,7 +312,7 @@ class TagState:
         self._forward: list[str] = []
         """Modules in forward, outermost first."""
         self.place: _Place | None = None
-        """None where no label says it."""
+        """None if no label determines it."""
 
     def enter(self, name: str) -> bool:
         """Enter a range; False if nothing allocated in it belongs elsewhere than before."""
@@ -359,7 +360,7 @@ class TagState:
             self.place = before
 
     def end_backward(self) -> None:
-        """Leave the backward: what follows is the optimizer's where a closure called it."""
+        """Leave the backward: the rest belongs to the optimizer if a closure called it."""
         self._forward.clear()
         in_closure = any(parse_label(opened) == _OPTIMIZER for opened, _ in self._open)
         self.place = ("optimizer", "compute", "") if in_closure else None
@@ -423,7 +424,7 @@ class AllocationTags:
         return ran
 
     def mark_step(self, step: int) -> None:
-        """Tag what follows with this training step."""
+        """Tag further allocations with this training step."""
         self._step = step
         if self._set is not None:
             self._update()
@@ -436,7 +437,7 @@ class AllocationTags:
             self._set("")
 
     def forget(self) -> None:
-        """Stop following the ranges; what was tagged last stays."""
+        """Stop following the ranges; the last tag stays."""
         for owner, name, original, ours in reversed(self._replaced):
             if getattr(owner, name) is ours:
                 setattr(owner, name, original)

@@ -1,1 +1,1 @@
-"""What a recording says of the model: roots, groups, who owns which parameter."""
+"""Description of the model in a recording: roots, groups, owners of parameters."""

@@ -37,7 +37,8 @@ from fsdp2prof.storage_tracker import PlainOperators, has_compiled
 
 @contextmanager
 def unseen_by_modes() -> Iterator[None]:
-    """Hide what is done inside from the training's dispatch and function modes, which may count or raise."""
+    """Hide the recorder's operations from the training's dispatch and function modes, which may count or
+    raise."""
     theirs = [one for one in _get_current_dispatch_mode_stack() if not isinstance(one, PlainOperators)]
     with torch._C.DisableTorchFunction(), _disable_current_modes() if theirs else nullcontext():
         yield
@@ -142,7 +143,8 @@ def describe_tensors(
 
 
 def _whole_tensors(root: Root, address: Callable[[torch.Tensor], int]) -> Iterable[TensorInfo]:
-    """List what a root holds whole: its buffers, parameters that FSDP does not shard, and their gradients."""
+    """List the tensors that a root holds whole: its buffers, parameters that FSDP does not shard, and
+    their gradients."""
     modules = {group._module_fqn or "" for state in root.states for group in param_groups(state)}
     wrapped = {name for fqn in modules for name in fqn.split(", ")}
     for kind, name, tensor in unsharded_tensors(root):
@@ -301,10 +303,10 @@ dispatch keys. Dynamo restores them for the compiled code: a mode left later wou
 
 
 def compiled_modules(roots: Iterable[Root]) -> list[str] | None:
-    """Name the modules under the roots that run compiled, a root itself the empty string.
+    """Name the compiled modules under the roots; a root itself is the empty string.
 
-    None if ``torch.compile`` has made no graph since the process began, whatever was given to it; empty if
-    the graphs are of no module under a root.
+    None if ``torch.compile`` has made no graph since the process began; empty if no graph belongs to a
+    module under a root.
     """
     if not has_compiled():
         return None

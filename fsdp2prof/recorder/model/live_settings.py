@@ -36,11 +36,11 @@ class Assignment(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """What has to hold while a candidate is tried."""
+    """Condition that must hold while a candidate is tried."""
 
     assignments: list[Assignment]
     reduces_last: bool = False
-    """Whether gradients are reduced in the last micro-batch of a step alone."""
+    """Whether gradients are reduced only in the last micro-batch of a step."""
 
 
 class LiveSettings:
