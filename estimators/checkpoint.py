@@ -35,7 +35,7 @@ def estimate_checkpoint(
 ) -> CheckpointEstimate:
     """Estimate ``torch.distributed.checkpoint`` of model and optimizer under FSDP or HSDP.
 
-    ``bandwidth_bytes_per_s`` is what one writing rank sustains. Raises ``ModelError`` for a model that
+    ``bandwidth_bytes_per_s`` is the bandwidth of one writing rank. Raises ``ModelError`` for a model that
     cannot be built, and for tensor or pipeline parallelism, whose files are not modelled.
     """
     if mesh.tp > 1 or mesh.pp > 1:
@@ -127,7 +127,7 @@ def _state(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, trained: list[S
 
 
 def _state_as_run(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, kind: OptimizerFactory) -> _State:
-    """What an optimizer of the user's own keeps, found by running it as the first and as the last rank."""
+    """State of a user-defined optimizer, found by running it as the first and as the last rank."""
     from fsdp2prof.estimators.execution.optimizer_run import states_of_rank
 
     first, last = (states_of_rank(model, mesh, policy, rank) for rank in (0, mesh.fsdp_size - 1))

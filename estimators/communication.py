@@ -139,7 +139,7 @@ def scheduled_groups(
 
 
 def _flow(groups: Sequence[ParameterGroup], model: Model, mesh: MeshSpec, policy: PolicySpec) -> Flow:
-    """What backward comes back to: everything, unless some of it is frozen or may go unused.
+    """The modules that backward reaches: all, unless some are frozen or may be unused.
 
     A pipeline's schedule ends the backward of every group itself.
     """

@@ -1,4 +1,4 @@
-"""What the collectives of a step add up to: by operation, alike layers folded, and in words."""
+"""Totals of a step's collectives: by operation, with similar layers combined, and as sentences."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _is_named(part: CommTotals) -> bool:
 
 
 def _advice(rows: Sequence[CommRow], policy: EstimatedPolicy) -> list[str]:
-    """What would send less, most bytes first; each alone, and exact."""
+    """Changes that would send less, largest saving first; each on its own, and exact."""
     own = [row for row in rows if row.fqn is not None and row.mesh_dim not in _MODEL_PARALLEL]
     reduced = sum(row.wire_bytes for row in own if row.op in ("reduce_scatter", "all_reduce"))
     options = [

@@ -1,4 +1,4 @@
-"""What an estimate is of, as its result says it."""
+"""The configuration of an estimate, as its result reports it."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def policy_as_given(policy: PolicySpec) -> EstimatedPolicy:
 
 
 def policy_as_recorded(**known: Any) -> EstimatedPolicy:
-    """Describe what a recorded run says of its policy; the other options are None."""
+    """Describe the policy that a recorded run reports; the other options are None."""
     return EstimatedPolicy({**dict.fromkeys(options_of(PolicySpec)), **known})

@@ -1,4 +1,4 @@
-"""``estimate memory``: what a rank's device holds and reserves in a run that has not happened."""
+"""``estimate memory``: the memory that a rank allocates and reserves in a run that has not happened."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def estimate_memory(
     hardware: HardwareSpec | None = None,
     executed: Execution | None = None,
 ) -> MemoryEstimate:
-    """Predict the memory of rank 0; ``hardware`` is the device that it has to fit on.
+    """Predict the memory of rank 0; ``hardware`` is the device that it must fit on.
 
-    ``executed``: an execution of just this, where there is one. Raises ``ModelError`` for a model, mesh or
-    policy that cannot be built or is not modelled.
+    ``executed``: an execution of this same configuration, if there is one. Raises ``ModelError`` for a
+    model, mesh or policy that cannot be built or is not modelled.
     """
     return predict_memory(model, mesh, policy, hardware=hardware, executed=executed).estimate
 
@@ -342,7 +342,7 @@ def _at_replayed_addresses(
 
 
 def _blas_workspaces(recording: MemoryRecording) -> Iterator[TensorInfo]:
-    """Yield what the matrix products keep for themselves for good."""
+    """Yield the workspaces that matrix products keep permanently."""
     allocations = recording.allocations
     rows = allocations.op.matches(lambda name: name.endswith("(workspace)")) & (
         allocations.free_order == NEVER
@@ -370,7 +370,7 @@ def _steps(recording: MemoryRecording) -> list[PredictedStep]:
 
 
 def _orders_within(allocations: AllocationTable, start_ns: int, end_ns: int) -> slice:
-    """Orders between the first and the last event of a stretch of host time."""
+    """Orders between the first and the last event of an interval of host time."""
     born = (allocations.alloc_ns >= start_ns) & (allocations.alloc_ns < end_ns)
     orders = allocations.alloc_order[born]
     return slice(int(orders.min()), int(orders.max()) + 1)
@@ -387,7 +387,7 @@ def _reserved_by_stream(recording: MemoryRecording) -> dict[str, int]:
 
 
 def _stream_names(recording: MemoryRecording) -> dict[int, str]:
-    """Name the streams by what FSDP first allocates on them."""
+    """Name the streams by FSDP's first allocation on them."""
     allocations = attribute(recording, recording.steps).allocations
     names = {0: "default"}
     for stream in np.unique(allocations.stream).tolist()[1:]:

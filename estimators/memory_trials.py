@@ -36,12 +36,12 @@ def with_tried_changes(
     *,
     allocations: int = 1,
 ) -> MemoryEstimate:
-    """Return an estimate that does not surely fit with two changes that do, each estimated.
+    """Return an estimate that may not fit with two changes that make it fit, each estimated.
 
-    Single changes come before combinations, and what costs least before what costs more: checkpointing, a
-    smaller micro-batch, a loss in pieces, resharding, more ranks, the host. What cannot be enough, by
-    the most that its remedies take off, is not tried. An estimate that fits is returned as it is.
-    ``allocations`` of the estimate's own execution say what a trial costs, and so how many there are.
+    Single changes come before combinations, and cheaper changes before more expensive ones: checkpointing,
+    a smaller micro-batch, a chunked loss, resharding, more ranks, the host. Changes that cannot save
+    enough, by the maximum of their remedies, are not tried. An estimate that fits is returned unchanged.
+    ``allocations`` of the estimate's own execution give the cost of a trial, and so the number of trials.
     """
     if estimate.fit is None or estimate.fit == "fits":
         return estimate
@@ -83,25 +83,26 @@ class _Change:
     """One change."""
 
     name: str
-    """As people write it."""
+    """As the user writes it."""
     mesh: dict[str, int] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
     remedy: str = ""
-    """Action of the remedy that bounds what it takes off."""
+    """Action of the remedy that limits its saving."""
     times: float = 1.0
     """As much as that remedy, at most."""
 
     def most_saved(self, saved: Mapping[str, int]) -> float:
-        """Return the most bytes that it takes off; what no remedy bounds may be enough."""
+        """Return the maximum saving in bytes; changes without a remedy have no limit."""
         return self.times * saved.get(self.remedy, 0) if self.remedy in saved else float("inf")
 
 
 def _combined(
     mesh: MeshSpec, policy: PolicySpec, saved: Mapping[str, int], missing: int
 ) -> Iterator[tuple[_Change, ...]]:
-    """Yield changes alone, then in pairs, then all that are cheap, then these with more ranks or the host.
+    """Yield single changes, then pairs, then all cheap ones, then these with more ranks or offloading.
 
-    More ranks are as many as may take off what is ``missing`` by what remedies save, and twice as many.
+    More ranks means the number that may save the ``missing`` bytes according to the remedies, and twice as
+    many.
     """
     cheap = tuple(_changes(mesh, policy))
     host = tuple(_on_host(policy))

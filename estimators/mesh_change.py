@@ -25,9 +25,9 @@ _LAST_WAITS = "FSDP::root_post_backward_callback"
 
 
 def mesh_change(value: str, cluster: Cluster | None) -> Change:
-    """Return the change to another mesh of ``dp_shard``, with ``dp_replicate`` replicas or without.
+    """Return the change to another mesh of ``dp_shard``, with or without ``dp_replicate`` replicas.
 
-    ``cluster`` is what GPUs run on; CPUs need none. Raises ``UsageError`` for another dimension.
+    ``cluster`` is the cluster of GPUs; CPUs need none. Raises ``UsageError`` for another dimension.
     """
     try:
         new = MeshSpec.parse(value)
@@ -135,7 +135,7 @@ class _Costs:
         return max(1, round(one.transfer_ns * self.model(one.op, payload, self.new) / before))
 
     def all_reduce(self, scatter: Activity) -> int:
-        """Return what reducing over replicas takes of what a reduce-scatter leaves, in nanoseconds."""
+        """Return the time of reducing a reduce-scatter's result over replicas, in nanoseconds."""
         before = self.model("reduce_scatter", scatter.payload_bytes, self.old)
         payload = scatter.payload_bytes // self.new.dp_shard
         return max(1, round(scatter.transfer_ns * self.model("all_reduce", payload, self.new) / before))
@@ -274,12 +274,12 @@ def _issues(point: Point, one: Activity, *, on_device: bool) -> list[Point]:
 
 
 def _at(point: Point) -> Point:
-    """Return a moment right after a recorded stretch of the host's time."""
+    """Return a time just after a recorded interval of the host."""
     return Point(number=point.number, begin=point.end, end=point.end, work_ns=0, copy=True)
 
 
 def _follow(points: Sequence[Point], images: dict[int, Activity], added: dict[int, Activity]) -> None:
-    """Let what works on a reduced shard (a division, a cast) run on its all-reduce's stream, as in FSDP2."""
+    """Run the work on a reduced shard (a division, a cast) on its all-reduce's stream, as in FSDP2."""
     scatter: Activity | None = None
     for point in points:
         one = point.launches

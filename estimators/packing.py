@@ -49,7 +49,7 @@ def estimate_packing(lengths: Sequence[int], *, seq_len: int, batch_size: int) -
 
 
 def best_fit(lengths: Sequence[int], size: int) -> list[int]:
-    """Put lengths into as few bins of ``size`` as best-fit decreasing does; return what each bin holds.
+    """Pack lengths into few bins of ``size`` by best-fit decreasing; return the content of each bin.
 
     At most 11/9 of the fewest bins, and 4 more. Source: Johnson, Demers, Ullman, Garey, Graham 1974.
     """

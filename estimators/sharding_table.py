@@ -56,7 +56,7 @@ def _mesh(mesh: MeshSpec) -> ShardMesh:
 
 
 def _expert_mesh(mesh: MeshSpec) -> ShardMesh:
-    """The ranks that FSDP shards experts over: shard -> those that hold it, of every part of the experts."""
+    """The ranks that FSDP shards experts over: shard -> ranks that hold it, of every part of the experts."""
     ranks = tuple(
         tuple(
             replica * mesh.fsdp_size * mesh.tp + shard * mesh.ep + part
@@ -90,7 +90,7 @@ def _layout(
 
 
 def _placements(one: ShardedParameter, whole: tuple[int, ...], mesh: MeshSpec) -> tuple[str, ...]:
-    """Of FSDP's DTensor: replicas, shards, and what tensor parallelism did before it."""
+    """Of FSDP's DTensor: replicas, shards, and the placements of tensor parallelism before it."""
     replicas = ("Replicate()",) if mesh.dp_replicate > 1 else ()
     if mesh.ep > 1 and one.is_expert:
         shard = f"_StridedShard(dim=0, sf={mesh.ep})" if one.dim == 0 else f"Shard(dim={one.dim})"

@@ -1,8 +1,8 @@
-"""``estimate step``: how long a training step takes that has not happened.
+"""``estimate step``: the time of a training step that has not happened.
 
-The step's commands are captured from FSDP2 itself (:mod:`fsdp2prof.estimators.timeline.capture`), costed for
-the cluster, and run through a simulation of the streams; the simulated step is a trace, and the analyses of
-recorded traces say where it goes.
+The step's commands are captured from FSDP2 itself (:mod:`fsdp2prof.estimators.timeline.capture`), costed
+for the cluster, and run through a simulation of the streams. The simulated step is a trace, and the
+analyses of recorded traces explain its time.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def estimate_step(
 ) -> StepEstimate:
     """Predict the training step of rank 0 on a cluster, by the models or by a recorded run.
 
-    Raises ``ModelError`` for what cannot be built or is not modelled, and for hardware that does not state
-    what a step's time needs.
+    Raises ``ModelError`` for a step that cannot be built or is not modelled, and for hardware that lacks
+    rates that the step needs.
     """
     return predict_step(model, mesh, policy, cluster, calibration).estimate
 
@@ -80,9 +80,9 @@ def predict_step(
     measured: Measured | None = None,
     anchors: Sequence[Anchor] = (),
 ) -> StepPrediction:
-    """As :func:`estimate_step`, and keep the predicted trace.
+    """Like :func:`estimate_step`, but keep the predicted trace.
 
-    ``measured`` is of this very run, ``anchors`` are other runs and what was measured of them.
+    ``measured`` is of this run, ``anchors`` are other runs and their measured values.
     """
     cluster.check_network(mesh)
     program = program_of(model, mesh, policy)
@@ -143,7 +143,7 @@ Anchor: TypeAlias = tuple[Measured, Program, ModelSpec, MeshSpec, PolicySpec]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Anchored:
-    """What measured runs make of a cluster."""
+    """The correction of a cluster by measured runs."""
 
     cluster: Cluster
     note: str
@@ -162,10 +162,10 @@ class Anchored:
 
 
 def anchored_on(anchors: Sequence[Anchor], cluster: Cluster, *, exact: bool) -> Anchored:
-    """Correct a cluster so that runs take as long as was measured.
+    """Correct a cluster so that runs take the measured time.
 
-    The correction is split over compute, links and host by what the runs constrain. ``exact``: the step of
-    the one run is then the measured one.
+    The correction is split over compute, links and host according to the runs. ``exact``: the step of the
+    single run then equals the measured one.
     """
     slower, ratios = Slower(), []
     prior, covariance = prior_of(cluster, anchors), [[0.0] * len(_PARTS)] * len(_PARTS)
@@ -248,7 +248,7 @@ def _step_ns(program: Program, mesh: MeshSpec, policy: PolicySpec, cluster: Clus
 def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
     """Capture the commands of a step; they do not depend on the cluster.
 
-    Raises ``ModelError`` for what cannot be built or is not modelled.
+    Raises ``ModelError`` for a step that cannot be built or is not modelled.
     """
     built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     check_parallelism(built, mesh, policy)
@@ -261,7 +261,8 @@ def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
 
 
 def _captured(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, built: Model) -> Program:
-    """Capture a step, compiled blocks by their graphs; where one cannot be traced, the program says why."""
+    """Capture a step, compiled blocks by their graphs; if one cannot be traced, the program contains the
+    reason."""
     if not policy.compile:
         return capture_stitched(model, mesh, policy, built)
     try:
@@ -278,7 +279,7 @@ def simulate_program(
     cluster: Cluster,
     calibration: Calibration | None = None,
 ) -> StepPrediction:
-    """Run a captured step on a cluster, by the costs of a recorded run where there is one."""
+    """Run a captured step on a cluster, by the costs of a recorded run if there is one."""
     program, costs = _costed(program, mesh, cluster.with_attention_of(policy), calibration)
     whole, timeline, trace, analysis = _simulated(program, model, mesh, costs)
     bubble = bubble_ns_of(whole, timeline, mesh, policy)
@@ -292,7 +293,7 @@ def simulate_program(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFigures:
-    """What a search needs of a step; every number is that of the :class:`StepEstimate`."""
+    """The numbers of a step that a search needs; each equals that of the :class:`StepEstimate`."""
 
     step_ns: int
     exposed_ns: int
@@ -315,9 +316,9 @@ def is_extended(mesh: MeshSpec, policy: PolicySpec) -> bool:
 
 
 def step_figures(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: Cluster) -> StepFigures:
-    """Predict a step's numbers alone; of very many micro-batches a few are simulated, and more added.
+    """Predict only a step's numbers; of very many micro-batches a few are simulated and the rest added.
 
-    A stage does the same work for each, in whichever order. Raises what :func:`estimate_step` raises.
+    A stage does the same work for each, in any order. Raises the same errors as :func:`estimate_step`.
     """
     if not is_extended(mesh, policy):
         return _figures(model, mesh, policy, cluster, policy.grad_accum)
@@ -355,7 +356,7 @@ def _figures(
 def _costed(
     program: Program, mesh: MeshSpec, cluster: Cluster, calibration: Calibration | None
 ) -> tuple[Program, ClusterCosts]:
-    """Return a program as a cluster runs it, and what its commands cost there."""
+    """Return a program as a cluster runs it, and the costs of its commands there."""
     cluster.check_copy_engines(mesh)
     hardware = cluster.hardware
     contention = (
@@ -372,7 +373,7 @@ def _costed(
 def _simulated(
     program: Program, model: ModelSpec, mesh: MeshSpec, costs: ClusterCosts
 ) -> tuple[Program, Timeline, Trace, TraceAnalysis]:
-    """Return the whole step: all of its micro-batches, when everything happened, and what that says."""
+    """Return the whole step: all its micro-batches, the times of its commands, and the analysis."""
     program, timeline = repeated(program, simulate(program, costs))
     trace = _trace(program, timeline, model, mesh, costs)
     hardware = costs.cluster.hardware
@@ -381,7 +382,7 @@ def _simulated(
 
 
 def _step_of(analysis: TraceAnalysis, program: Program, timeline: Timeline) -> StepBreakdown:
-    """The step with what its host still computes when the device is done: the next step waits for it."""
+    """The step, plus host work after the device is done: the next step waits for it."""
     step = analysis.ranks[0].steps[0]
     tail = host_tail_ns(program, timeline)
     parts = replace(step.breakdown_ns, idle=step.breakdown_ns.idle + tail)
@@ -460,11 +461,11 @@ _BOUNDS = {
     "host": "The host, which launches too slowly,",
     "host_optimizer": "The optimizer on the host",
 }
-"""What bounds a step, at the beginning of a sentence."""
+"""The limit of a step, as the beginning of a sentence."""
 
 
 def _verdict(estimate: StepEstimate) -> list[str]:
-    """Say how long the step takes, what bounds it, and where communication shows most."""
+    """Report how long the step takes, what limits it, and where communication is exposed most."""
     low, high = format_ns(estimate.range.low_ns), format_ns(estimate.range.high_ns)
     between = "" if low == high else f" ({low} to {high})"
     mfu = "" if estimate.mfu is None else f", MFU {format_frac(estimate.mfu)}"
@@ -510,7 +511,7 @@ def _hardware_use(mesh: MeshSpec, costs: ClusterCosts, peak: int | None) -> Hard
 
 
 def _kernels(program: Program, timeline: Timeline, costs: ClusterCosts) -> dict[str, int]:
-    """Device time of the compute stream's kernels by what bounds them."""
+    """Device time of the compute stream's kernels by their limit."""
     floor = costs.cluster.hardware.kernel_floor_ns
     sums = dict.fromkeys(("matmul", "attention", "memory", "launch"), 0)
     spans = (timeline.end_ns - timeline.start_ns).tolist()

@@ -1,7 +1,7 @@
-"""Where FSDP2, and what goes with it, differs between versions of torch.
+"""Differences of FSDP2, and of the modules around it, between versions of torch.
 
-Each rule is one field, read in the source of the versions on both sides of the change; nothing else asks for
-a version. An estimate is for the given version, by default the installed one.
+Each rule is one field, read in the source of the versions on both sides of the change; no other module
+checks for a version. An estimate is for the given version, by default the installed one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OLDEST, _NEWEST = (2, 4), (2, 13)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchRules:
-    """What one version of torch does."""
+    """The behaviour of one version of torch."""
 
     version: str
     """``2.13``."""
@@ -106,7 +106,7 @@ def installed_root_obeys_reshard() -> bool:
 
 
 def expert_mesh_refusal() -> str | None:
-    """Why parameters of one module cannot be sharded over meshes of their own, ``None`` if they can."""
+    """The reason parameters of one module cannot be sharded over separate meshes; ``None`` if they can."""
     import torch
     from torch.distributed.fsdp._fully_shard import _fsdp_common
 

@@ -65,7 +65,7 @@ class AllocatorSettings:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A piece of a segment: handed out, cached, or (expandable segments) address space not mapped yet."""
+    """A piece of a segment: in use, cached, or (expandable segments) address space that is not mapped yet."""
 
     stream: int
     address: int
@@ -80,7 +80,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Memory taken from the driver in one piece (expandable: one mapped run of address space)."""
+    """A segment that the driver allocated (expandable: one mapped range of address space)."""
 
     stream: int
     address: int
@@ -129,7 +129,7 @@ class CachingAllocator:
         self.retries = 0
         """Times cached blocks had to be given back because the device was full."""
         self.taken: list[Segment] = []
-        """Every piece taken from the driver so far, in order, also those given back since."""
+        """Every segment allocated from the driver so far, in order, including those freed since."""
         self._free: dict[tuple[int, bool], _FreeList] = {}
         self._unmapped: dict[tuple[int, bool], list[Block]] = {}
         self._heads: list[Block] = []
@@ -179,7 +179,7 @@ class CachingAllocator:
                     self.reserved_bytes -= block.size
 
     def segments(self) -> list[Segment]:
-        """Return what the driver gave, by address."""
+        """Return the segments from the driver, by address."""
         found = []
         for head in self._heads:
             block: Block | None = head
@@ -206,7 +206,7 @@ class CachingAllocator:
         return sorted(found, key=lambda item: item.address)
 
     def round_size(self, requested: int) -> int:
-        """Round a request to what the allocator works with (``round_size``)."""
+        """Round a request up to the allocator's block size (``round_size``)."""
         size = max(requested, MIN_BLOCK_BYTES)
         divisions = self.settings.roundup_power2_divisions
         if divisions > 1 and size > MIN_BLOCK_BYTES * divisions:
@@ -292,7 +292,7 @@ class CachingAllocator:
         return block
 
     def _unmap(self, block: Block) -> None:
-        """Give a cached block's whole pages back; what does not fill a page stays cached."""
+        """Unmap a cached block's whole pages; a rest smaller than a page stays cached."""
         page = SMALL_SEGMENT_BYTES if block.small else LARGE_SEGMENT_BYTES
         begin = -(-block.address // page) * page
         end = (block.address + block.size) // page * page

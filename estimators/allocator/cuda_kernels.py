@@ -47,7 +47,7 @@ _MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 _SUM = "aten::add.Tensor"
 _FLASH_BACKWARD = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
 _ORDERS = 8
-"""Every event is spread over this many orders, which makes room for those that go between."""
+"""Each event's order is multiplied by this number, which leaves room for events in between."""
 
 
 def as_on_cuda(
@@ -77,10 +77,11 @@ def as_on_cuda(
 
 
 def with_fused_blocks(recording: MemoryRecording, blocks: tuple[str, ...]) -> MemoryRecording:
-    """Return the recording without what ``torch.compile`` of each block keeps out of memory.
+    """Return the recording without the tensors that ``torch.compile`` of each block keeps out of memory.
 
-    A compiled block fuses its pointwise operators and reductions: what lives only between two of FSDP's
-    labels inside one block stays in registers, unless a matrix product or attention makes or reads it.
+    A compiled block fuses its pointwise operators and reductions: a tensor that lives only between two of
+    FSDP's labels inside one block stays in registers, unless a matrix product or attention makes or reads
+    it.
     """
     attributed = attribute(recording, recording.steps)
     allocations = attributed.allocations
@@ -250,10 +251,10 @@ def _with_inputs_on_their_stream(recording: MemoryRecording) -> MemoryRecording:
 
 
 def _with_all_reduce_inputs_dropped(recording: MemoryRecording) -> MemoryRecording:
-    """What HSDP's all-reduces reduced, dropped where the gradients had been cast from it.
+    """Drop the input of HSDP's all-reduces where the gradients were cast from it.
 
-    Held, it lives until the root's last callback; gradients that are views of it live longer, and without
-    HSDP nothing of it lives so long.
+    An input that is held lives until the root's last callback; gradients that are views of it live longer,
+    and without HSDP none of it lives so long.
     """
     attributed = attribute(recording, recording.steps)
     allocations = recording.allocations
@@ -271,7 +272,7 @@ def _with_all_reduce_inputs_dropped(recording: MemoryRecording) -> MemoryRecordi
 
 
 def _of_reduce_scatters(attributed: Attributed) -> tuple[IntArray, IntArray]:
-    """Rows of the inputs, on the default stream, and of the outputs, on one of their own."""
+    """Rows of the inputs, on the default stream, and of the outputs, on a separate stream."""
     allocations = attributed.allocations
     reducing = allocations.activity.equals("reduce")
     made = reducing & allocations.op.equals(_MADE)
@@ -301,7 +302,7 @@ def with_recorded_streams(recording: MemoryRecording) -> MemoryRecording:
 
 
 def _inputs(allocations: AllocationTable, results: IntArray) -> IntArray:
-    """The youngest allocation alive when each collective ran: what it sends, made for it."""
+    """The newest allocation alive when each collective ran: its input, allocated for it."""
     born, freed = allocations.alloc_order, allocations.free_order
     found: list[int] = []
     for order in born[results].tolist():

@@ -1,1 +1,1 @@
-"""What ``torch.compile`` makes of a model's blocks: what they save, and their kernels' memory."""
+"""The effect of ``torch.compile`` on a model's blocks: which tensors they save, and their kernels' memory."""

@@ -140,7 +140,7 @@ def _program(gm: GraphModule, example_inputs: Any) -> Program:
 
 @contextmanager
 def _writing_nothing() -> Iterator[None]:
-    """Let a graph that cannot be cut be an error alone, without files about it in the working directory."""
+    """Report a graph that cannot be cut as an error only, without files about it in the working directory."""
 
     def refuse(*_: Any) -> Any:
         raise RuntimeError("its graph has no cut")
@@ -159,10 +159,11 @@ def _writing_nothing() -> Iterator[None]:
 def compile_blocks(
     root: nn.Module, recompute: dict[str, Recompute], graphs: Graphs, rules: TorchRules
 ) -> None:
-    """Run the forward of blocks, by FQN, as compiled with what backward runs again, in place.
+    """Run the forward of blocks, by FQN, as compiled, with the operators that backward recomputes, in
+    place.
 
-    Blocks that compute the same share a graph, kept in ``graphs``. It is traced when the first of them runs:
-    that raises ``CannotCompile`` where it cannot be done.
+    Blocks that compute the same share a graph, stored in ``graphs``. It is traced when the first of them
+    runs, which raises ``CannotCompile`` if tracing fails.
     """
     for fqn, again in recompute.items():
         block = root.get_submodule(fqn)
@@ -223,7 +224,7 @@ def _apart(inputs: Any) -> Iterator[None]:
 
 
 def _inputs_of(item: Any) -> int:
-    """Inputs that a tensor is to a graph: as many as are inside one, meshes among them."""
+    """Number of graph inputs that a tensor stands for: one for each tensor inside it, and its meshes."""
     if not isinstance(item, Tensor) or not is_traceable_wrapper_subclass(item):
         return 1
     names, _ = item.__tensor_flatten__()
@@ -236,7 +237,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _like(item: Any) -> Any:
-    """A tensor like another, of its own, as a leaf."""
+    """A new leaf tensor like the given one."""
     if not isinstance(item, Tensor):
         return item
     if isinstance(item, DTensor):
@@ -256,7 +257,7 @@ def _like(item: Any) -> Any:
 
 
 def _shapes(inputs: Any) -> Any:
-    """What a graph depends on in its inputs."""
+    """The properties of the inputs that a graph depends on."""
     leaves, form = tree_flatten(inputs)
     return str(form), tuple(
         (
@@ -275,7 +276,8 @@ def _shapes(inputs: Any) -> Any:
 
 
 def _identity(block: nn.Module, fqn: str) -> Any:
-    """What a graph depends on in a block itself: its modules and their settings, but for its own index."""
+    """The properties of a block that a graph depends on: its modules and their settings, without its
+    index."""
     index = fqn.rpartition(".")[2]
     return tuple(
         (

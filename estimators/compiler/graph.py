@@ -18,7 +18,7 @@ from torch.fx import Node
 
 
 class Kind(Enum):
-    """What a node does."""
+    """The kind of a node."""
 
     GIVEN = "given"
     """An input or a constant."""
@@ -61,7 +61,7 @@ _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 
 
 def kind_of(node: Node) -> Kind:
-    """Return what a node does. Inductor writes no loops for complex numbers."""
+    """Return the kind of a node. Inductor writes no loops for complex numbers."""
     if node.op in ("placeholder", "get_attr"):
         return Kind.GIVEN
     if node.op == "output":
@@ -89,7 +89,7 @@ def is_item(node: Node) -> bool:
 
 
 def needs_memory(node: Node) -> bool:
-    """Whether a view is one that is taken of a tensor in memory alone: of complex numbers."""
+    """Whether a view needs its tensor in memory: a view of complex numbers."""
     return kind_of(node) is Kind.VIEW and any(_is_complex(tensor) for tensor in _involved(node))
 
 
@@ -118,7 +118,7 @@ def numel(node: Node) -> int:
 
 
 def nbytes(node: Node) -> int:
-    """Bytes of a node's tensor, 0 for what is none."""
+    """Bytes of a node's tensor; 0 if it is not a tensor."""
     value = value_of(node)
     return int(value.numel()) * value.itemsize if isinstance(value, Tensor) else 0
 

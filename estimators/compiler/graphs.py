@@ -1,4 +1,4 @@
-"""What callers of the compiler hold of it, without importing it."""
+"""The part of the compiler that callers use without importing it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Kernel:
     nodes: list[Node]
     """One extern operator, or loops, in the graph's order."""
     results: list[Node]
-    """Tensors that it makes: the loops, or what is picked from one with several results."""
+    """Tensors that the kernel makes: its loops, or the selected outputs of an operator with several."""
     order: int
     """Position of its first node in the graph."""
     is_extern: bool
@@ -142,7 +142,7 @@ def _users(node: Node) -> tuple[int, bool]:
 
 
 def _fused(kernels: list[Kernel]) -> list[Kernel]:
-    """Join kernels, those that share most bytes first, until no two can be joined."""
+    """Fuse kernels, those that share most bytes first, until no two can be fused."""
     merged = list(kernels)
     position = {node: index for index, node in enumerate(kernels[0].nodes[0].graph.nodes)} if kernels else {}
     again = True
@@ -236,7 +236,7 @@ def _needed(kernel: Kernel, maker: dict[Node, Kernel]) -> Iterable[Kernel]:
 
 
 def _in_order(kernels: list[Kernel]) -> list[Kernel]:
-    """Sort so that every kernel comes after those that it needs, else as the graph has them."""
+    """Sort kernels so that each follows the kernels it depends on; otherwise in the order of the graph."""
     maker = {node: kernel for kernel in kernels for node in kernel.results}
     done: set[int] = set()
     ordered: list[Kernel] = []

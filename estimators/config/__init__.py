@@ -1,1 +1,1 @@
-"""What an estimate is made from: model, mesh, policy, hardware."""
+"""The inputs of an estimate: model, mesh, policy, hardware."""

@@ -1,4 +1,4 @@
-"""What the options of a policy choose between: their words, and the classes of words with a number."""
+"""The values that a policy's options accept: words, and the classes of words with a number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ExpertShards = Literal["auto", "experts", "hidden"]
 KeptLogits = Literal["own", "fp32"]
 Allocator = Literal["expandable", "classic"]
 Attention = Literal["flash", "flash3", "cudnn", "efficient", "math"]
-"""``flash`` is FlashAttention-2, ``flash3`` FlashAttention-3, which runs on Hopper alone."""
+"""``flash`` is FlashAttention-2; ``flash3`` is FlashAttention-3, which runs only on Hopper."""
 Norm = Literal["composed", "fused"]
 Mlp = Literal["composed", "fused"]
 Float8 = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
@@ -38,7 +38,8 @@ class Chunked(InPieces, word="chunked"):
 
 
 class ChunkedKept(InPieces, word="chunked-kept"):
-    """Over K chunks of the sequence, their logits kept for backward: torchtune's LinearCrossEntropyLoss."""
+    """Over K chunks of the sequence, whose logits are kept for backward: torchtune's
+    LinearCrossEntropyLoss."""
 
 
 class ChunkedBackward(InPieces, word="chunked-backward"):
@@ -58,7 +59,7 @@ class ChunkedBlocks(InPieces, word="chunked-blocks"):
 
 
 class MaskedDocuments(Counted, word="mask"):
-    """K documents of equal length a sequence, kept apart by a mask of every pair of tokens."""
+    """K documents of equal length per sequence, separated by a mask of every pair of tokens."""
 
 
 class VarlenDocuments(Counted, word="varlen"):
@@ -78,11 +79,11 @@ PIECES = (Chunked, ChunkedKept, ChunkedBackward, ChunkedTokens, ChunkedVocabular
 Loss = LossMode | InPieces
 """``full``: over all logits at once, in fp32; ``native``: in the dtype that they have."""
 SELECTION = ("attention_is_saved", "ac_saves", "ac_recomputes")
-"""Options that say more of ``ac="op"``, and go with nothing else."""
+"""Options that refine ``ac="op"``; they have no effect with other values."""
 
 
 def base_of(value: Any) -> Any:
-    """The value of an option for the units that have none of their own."""
+    """The value of an option for units without a value of their own."""
     return value.base if isinstance(value, ByUnit) else value
 
 

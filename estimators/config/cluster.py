@@ -1,4 +1,4 @@
-"""Where ranks sit: nodes, what connects them, and the ranks of each mesh dimension."""
+"""Placement of ranks: nodes, the links between them, and the ranks of each mesh dimension."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Cluster:
         return self.hardware.direct_gpus == self.gpus_per_node and not self.behind_a_switch
 
     def nvls_bytes_per_s(self, ranks: int) -> float | None:
-        """Bus bandwidth of an all-reduce in the switch; None where none reduces for so few ranks."""
+        """Bus bandwidth of an all-reduce in the switch; None if no switch reduces for so few ranks."""
         rate = self.hardware.nvls_gb_per_s
         if rate is None or self.is_direct or ranks < self.hardware.nvls_ranks:
             return None
@@ -152,7 +152,7 @@ class Cluster:
         return self.node_frac * self.hardware.node_bus_bytes_per_s(ranks, direct=self.is_direct)
 
     def network_bytes_per_s(self, placement: Placement) -> float:
-        """What one group gets of a node's network."""
+        """The share of a node's network that one group gets."""
         assert self.network is not None
         nics = self.nics_per_node or self.gpus_per_node
         network = nics * self.network.gb_per_s * self.network.achieved_frac * self.network_frac * 1e9

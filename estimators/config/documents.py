@@ -57,7 +57,8 @@ def packaged(package: str, name: str, kind: type[_Kind]) -> _Kind:
 
 
 def _written_out(node: Any, known: dict[int, int]) -> int:
-    """How many values a node is where each alias stands for a copy; ``known`` holds those counted."""
+    """The number of values in a node, with each alias counted as a copy; ``known`` holds nodes already
+    counted."""
     if id(node) not in known:
         known[id(node)] = _MOST_VALUES + 1  # where it contains itself
         inside = [] if isinstance(node.value, str) else node.value

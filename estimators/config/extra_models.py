@@ -29,7 +29,7 @@ class ImageSizeText:
 
     @property
     def values(self) -> str:
-        """As a person writes it."""
+        """As the user writes it."""
         return "WIDTHxHEIGHT"
 
     def read(self, value: Any) -> ImageSize | None:
@@ -48,7 +48,7 @@ Role = Literal["reference", "reward"]
 one output."""
 
 ITSELF = "self"
-"""Stands for the trained model: a forward of its own parameters without gradients before the trained one."""
+"""Stands for the trained model: a forward of its own parameters without gradients, before the trained one."""
 
 _MOST = 8
 _LONGEST = 4096
@@ -56,7 +56,7 @@ _LONGEST = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExtraModel:
-    """One frozen model and what it is for."""
+    """One frozen model and its role."""
 
     source: str
     """As ``--model`` takes it."""
@@ -71,7 +71,7 @@ class ExtraModels(Written):
     """The models in the order in which they run."""
 
     others: tuple[ExtraModel, ...]
-    """With parameters of their own."""
+    """Models with parameters of their own."""
     runs_itself: bool = False
     """Whether the trained model also runs forward without gradients, before its own forward."""
 
@@ -85,7 +85,7 @@ class ExtraModelsText:
 
     @property
     def values(self) -> str:
-        """As a person writes them."""
+        """As the user writes them."""
         return "none|[reference|reward=]MODEL,..."
 
     def read(self, value: Any) -> ExtraModels | None:

@@ -102,7 +102,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kernel_floor_ns: _Nanoseconds = 2000
     """An empty kernel with its gap to the next one."""
     host_operator_ns: _Nanoseconds | None = None
-    """What the eager host takes to issue an operator, as measured."""
+    """Measured host time to issue an operator in eager mode."""
     overlap_slowdown_frac: Annotated[float, msgspec.Meta(ge=0, le=1e3)] | None = None
     """How much longer a product takes beside a collective, as measured."""
     on_host: bool = False
@@ -206,10 +206,10 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
 
     def with_attention(self, kernel: str) -> HardwareSpec:
-        """Return the same part with one kernel's attention; of one that is not stated, the first one's, and
-        its source says so.
+        """Return the same part with one kernel's attention rate.
 
-        FlashAttention-3 runs on few parts: where its rate is not stated, raises ``ModelError``.
+        If that rate is not stated, the first kernel's rate is used and the source says so.
+        FlashAttention-3 runs on few parts: without a stated rate, raises ``ModelError``.
         """
         stated = self.attention_tflops if isinstance(self.attention_tflops, dict) else {"flash": None}
         if kernel == "flash3" and kernel not in stated:
@@ -255,11 +255,12 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def power_frac(self) -> float:
-        """Share of the measured matrix and attention rates that a part with a lower power limit keeps.
+        """Share of the measured matrix and attention rates that a part keeps at a lower power limit.
 
-        Dynamic power grows with frequency times voltage squared. If voltage falls with frequency, a rate that
-        is bound by power falls with the cube root of what the limit leaves above idling; if voltage is at its
-        floor, in proportion. The estimate is between the two: voltage falls half as much as frequency.
+        Dynamic power grows with frequency times voltage squared. If voltage falls with frequency, a rate
+        that is limited by power falls with the cube root of the power above idle; if voltage is at its
+        minimum, it falls in proportion. The estimate is between the two: voltage falls half as much as
+        frequency.
         """
         return self._power_fracs[1]
 
@@ -321,9 +322,9 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return shares.PCIE_ENDS if self.link_gb_per_s is None else shares.SMALL_LINK_ENDS
 
     def measured_ns(self, op: str, ranks: int, payload_bytes: int) -> int | None:
-        """Time of a collective in one node by what was measured; None where it was not.
+        """Measured time of a collective in one node; None if it was not measured.
 
-        Linear between the two nearest sizes, beyond the largest at the rate of the last two.
+        Linear between the two nearest sizes; beyond the largest, at the rate of the last two.
         """
         curve = self.collectives.get(op, {}).get(ranks)
         if not curve:
@@ -335,7 +336,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return curve[0][1]
 
     def assumed(self) -> list[str]:
-        """Sentences about what is a stated share of a peak and not a published measurement."""
+        """Sentences about rates that are a stated share of a peak instead of a published measurement."""
         notes = []
         if not self.achieved_tflops:
             notes.append(
@@ -437,7 +438,7 @@ def _of_device(device: str, where: str) -> HardwareSpec:
 
 
 def _described(text: str) -> str:
-    """Return the description of accelerators alone of a document that ``bench`` wrote; any other as it is."""
+    """Return only the accelerators of a document that ``bench`` wrote; any other document unchanged."""
     try:
         document = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):

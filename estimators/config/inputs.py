@@ -27,7 +27,7 @@ class EstimateSpec:
     policy: PolicySpec
     hardware: HardwareSpec | None = None
     notes: tuple[str, ...] = ()
-    """What the input rests on besides itself, for an estimate's assumptions."""
+    """Assumptions that the input adds to an estimate."""
 
 
 def load_config(path: Path) -> dict[str, Any]:

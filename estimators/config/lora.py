@@ -31,7 +31,7 @@ class Lora(Written):
 
     @property
     def quantized(self) -> str | None:
-        """What the frozen linear layers are quantized with."""
+        """Quantization of the frozen linear layers."""
         return self.base if self.base in QUANTIZED else None
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class LoraText:
 
     @property
     def values(self) -> str:
-        """As a person writes it."""
+        """As the user writes it."""
         return "r=K,targets=NAME+..."
 
     def read(self, value: Any) -> Lora | None:

@@ -1,4 +1,4 @@
-"""Numbers that somebody measured, of the run at hand or of several: ``tokens_per_s_per_gpu=5600``."""
+"""Measured values, of this run or of several: ``tokens_per_s_per_gpu=5600``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UNITS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What was measured, and how much."""
+    """The measured quantity and its value."""
 
     name: str
     value: float
@@ -53,13 +53,13 @@ class Measured:
 
     @property
     def is_memory(self) -> bool:
-        """Whether it is of memory; else it is of time."""
+        """Whether it is a memory value; otherwise it is a time."""
         return self.name == "peak_reserved_gib"
 
     def step_ns(self, *, step_ns: int, tokens_per_s_per_gpu: float, mfu: float | None) -> int:
-        """The step that was measured, by what is predicted of it.
+        """The measured step time, calculated with the predicted step.
 
-        Raises ``UsageError`` without a peak, and for a step that takes more than the peak.
+        Raises ``UsageError`` without a peak, and for a step that is faster than the peak allows.
         """
         if self.name == "step_ms":
             found = round(self.value * 1e6)
@@ -85,11 +85,11 @@ class Slower:
     """How many times as long each part takes as the estimate has it."""
 
     compute: float = 1.0
-    """Kernels: products, attention and what moves memory."""
+    """Kernels: matrix products, attention, and memory-bound kernels."""
     links: float = 1.0
     """Collectives and copies to the host."""
     host: float = 1.0
-    """What the host needs to issue a command."""
+    """Host time to issue a command."""
 
     @classmethod
     def all(cls, factor: float) -> Slower:
@@ -136,10 +136,10 @@ def anchored(cluster: Cluster, slower: Slower) -> Cluster:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredRun:
-    """A configuration and what was measured of it."""
+    """A configuration and its measured values."""
 
     values: Mapping[str, Any]
-    """What differs from the run at hand, as ``make_spec`` takes it; ``policy`` is a table of its own."""
+    """Differences from this run, as ``make_spec`` takes them; ``policy`` is a separate table."""
     measured: Measured
 
 
@@ -148,7 +148,7 @@ _OF_A_RUN = ("model", "layers", "mesh", "stack", "world_size")
 
 
 def read_measured(path: Path) -> list[MeasuredRun]:
-    """Read configurations with what was measured of each: a YAML list, or a CSV with a row each.
+    """Read configurations with their measured values: a YAML list, or a CSV with one row each.
 
     Columns are options of ``estimate`` by name (``batch_size``, ``mesh``), and one of ``step_ms``,
     ``tokens_per_s_per_gpu``, ``mfu`` and ``peak_reserved_gib``. Raises ``InputError``.
@@ -202,11 +202,12 @@ def fitted(
     prior: Sequence[float],
     noise: float,
 ) -> tuple[list[float], list[list[float]]]:
-    """Return the most likely logarithms of what compute, links and host are slower by, and their covariance.
+    """Return the most likely logarithms of the slowdown of compute, links and host, and their covariance.
 
-    ``elasticities`` has a row a run: by how many per cent its step grows when each part takes one per cent
-    longer. ``off`` is the logarithm of measured over predicted. Before any measurement each logarithm is
-    normal around 0 with ``prior`` as its deviation; a measured step repeats within ``noise``.
+    ``elasticities`` has a row per run: the percentage by which its step grows when each part takes one per
+    cent longer. ``off`` is the logarithm of measured over predicted. Before any measurement, each
+    logarithm is normal around 0 with standard deviation ``prior``; a measured step repeats within
+    ``noise``.
     """
     import numpy as np
 

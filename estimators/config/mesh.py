@@ -44,9 +44,9 @@ class MeshSpec:
 
     @classmethod
     def parse(cls, text: str, world_size: int | None = None) -> MeshSpec:
-        """Parse ``dp_replicate=4,dp_shard=8``; names are the fields, any order.
+        """Parse ``dp_replicate=4,dp_shard=8``; names are the fields, in any order.
 
-        One size may be -1: it takes what the others leave of ``world_size``. Raises ``ModelError``.
+        One size may be -1: it is ``world_size`` divided by the other sizes. Raises ``ModelError``.
         """
         known = [field.name for field in fields(cls)]
         sizes: dict[str, int] = {}
@@ -75,7 +75,7 @@ class MeshSpec:
 
     @property
     def expert_fsdp_size(self) -> int:
-        """Ranks over which FSDP shards the experts: what ep leaves of dp_shard x cp x tp.
+        """Ranks over which FSDP shards the experts: dp_shard x cp x tp divided by ep.
 
         Without ep it is :attr:`fsdp_size`: tp divides every expert.
         """

@@ -1,4 +1,4 @@
-"""Which model an estimate is of, by name."""
+"""The model of an estimate, by name."""
 
 from __future__ import annotations
 

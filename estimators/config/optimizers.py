@@ -1,4 +1,4 @@
-"""The optimizers an estimate knows: what torch builds them from, what they keep, what runs on shards."""
+"""The supported optimizers: how torch builds them, which state they keep, what runs on shards."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ class OptimizerKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOptimizer:
-    """Adam whose states another package holds in its own way, by its memory alone: none is needed."""
+    """The memory of Adam whose states another package stores in its own format; needs no such package."""
 
     source: str
     held: LowBits | MasterWeights
 
     def build(self, parameters: Iterable[Any], implementation: OptimizerImpl) -> Optimizer:
-        """Make one that keeps the same states over ``parameters``."""
+        """Build an optimizer that keeps the same states over ``parameters``."""
         from fsdp2prof.estimators.config.held_adam import HeldAdam
 
         return HeldAdam(parameters, self.held)
@@ -108,7 +108,8 @@ class OptimizerFactory:
     source: str
 
     def build(self, parameters: Iterable[Any], implementation: OptimizerImpl) -> Optimizer:
-        """Make it over ``parameters``. Raises ``ModelError`` for what cannot be imported or makes none."""
+        """Build it over ``parameters``. Raises ``ModelError`` if it cannot be imported or builds no
+        optimizer."""
         from torch.optim import Optimizer
 
         module, _, name = self.source.partition(":")

@@ -30,19 +30,19 @@ _KEY = "option"
 
 
 class Kind(Protocol):
-    """What values an option takes."""
+    """The values that an option accepts."""
 
     @property
     def values(self) -> str:
-        """Them, as a person writes them."""
+        """The accepted values, as the user writes them."""
 
     def read(self, value: Any) -> Any:
-        """Return the typed value. Raises ``ValueError`` that says what is wrong with it."""
+        """Return the typed value. Raises ``ValueError`` with the reason if it is invalid."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """What a field is to a person."""
+    """How a field is shown to users."""
 
     default: Any
     kind: Kind
@@ -59,7 +59,7 @@ class Option:
 
     @property
     def shown_default(self) -> str:
-        """The default as a person writes it; empty where there is none."""
+        """The default as the user writes it; empty if there is none."""
         if self.default is None:
             return ""
         if isinstance(self.default, bool):
@@ -198,7 +198,7 @@ class Flag:
 
     unset: bool = False
     off: str | None = None
-    """What switches it off on the command line, instead of ``--no-`` and its name."""
+    """The option that switches it off on the command line, instead of ``--no-`` and its name."""
 
     @property
     def values(self) -> str:
@@ -214,18 +214,18 @@ class Flag:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Words:
-    """One of a few words; where it says so also nothing, a word with a count, or a number."""
+    """One of a few words; if declared so, also an empty value, a word with a count, or a number."""
 
     words: tuple[str, ...]
     none: bool = False
     counted: type[Counted] | tuple[type[Counted], ...] | None = None
     """Words that take a count."""
     number: str | None = None
-    """What a number from 1 on means."""
+    """Meaning of a number from 1 upward."""
     factory: bool = False
     """Whether ``package.module:factory`` is also accepted."""
     refused: tuple[tuple[str, str], ...] = ()
-    """Words of techniques that are not modelled, and what to use in their place."""
+    """Words for techniques that are not modelled, and the replacement to use."""
 
     @property
     def _counted(self) -> tuple[type[Counted], ...]:
@@ -235,7 +235,7 @@ class Words:
 
     @property
     def values(self) -> str:
-        """The words, and what else there is."""
+        """The words and the other accepted forms."""
         counted = [f"{kind.word}:K" for kind in self._counted]
         counted += ["PACKAGE:FACTORY"] * self.factory
         return "|".join([*self.words, *["none"] * self.none, *counted, *["K"] * (self.number is not None)])
@@ -393,7 +393,7 @@ class PerUnit:
 
     kind: Kind
     base: Any
-    """Of the units that are not named, where nothing else is said."""
+    """The default for units that are not named."""
 
     @property
     def values(self) -> str:

@@ -1,4 +1,4 @@
-"""The schedules of a pipeline: one row each, with what the estimates need to know of it."""
+"""Pipeline schedules: one row each, with the properties that the estimates need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LoopedBfs(Counted, word="bfs"):
 
 
 class ZeroBubble(Counted, word="zb1p"):
-    """K stages a rank, and a backward in two parts: the weights' part fills the bubble."""
+    """K stages per rank, and a backward in two parts: the weights' part fills the bubble."""
 
 
 ScheduleWord = Literal["1f1b", "gpipe", "zb1p", "zbv"]
@@ -26,12 +26,12 @@ PipelineSchedule: TypeAlias = ScheduleWord | Interleaved | LoopedBfs | ZeroBubbl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleRule:
-    """What one schedule of ``torch.distributed.pipelining`` does."""
+    """The properties of one schedule of ``torch.distributed.pipelining``."""
 
     title: str
     torch_class: str
     stages: int = 1
-    """Of a rank, unless they are counted."""
+    """Per rank, unless they are counted."""
     splits_backward: bool = False
     """Gradients of a stage's input come first, and those of its weights later."""
     forwards_first: bool = False

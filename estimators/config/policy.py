@@ -448,7 +448,7 @@ class PolicySpec:
 
     @property
     def optimizer_kind(self) -> OptimizerKind | HeldOptimizer | OptimizerFactory | None:
-        """The row of the table of optimizers or the user's own, ``None`` where nothing is trained."""
+        """The entry in the table of optimizers, or the user's own; ``None`` if nothing is trained."""
         if ":" in self.optimizer:
             return OptimizerFactory(source=self.optimizer)
         return OPTIMIZERS.get(self.optimizer) or HELD.get(self.optimizer)
@@ -475,21 +475,21 @@ class PolicySpec:
 
     @property
     def follows_values(self) -> bool:
-        """Whether a model does what values of its batches say: where images stand, where documents end."""
+        """Whether the model reads values of its batches: image positions, document ends."""
         return self.images > 0 or isinstance(self.documents, MaskedDocuments)
 
     @property
     def roots(self) -> int:
-        """Models that are sharded, each with a root of its own."""
+        """Models that are sharded, each with its own root."""
         return 1 + len(self.other_models)
 
     @property
     def ac_every(self) -> int | None:
-        """K if every K-th block is checkpointed, else ``None``."""
+        """K if every K-th block is checkpointed; otherwise ``None``."""
         return self.ac.count if isinstance(self.ac, Every) else None
 
     def checkpoints(self, block: int) -> bool:
-        """Whether a block, counted from 0, is checkpointed: its backward runs some of its forward again."""
+        """Whether a block, counted from 0, is checkpointed: its backward recomputes part of its forward."""
         return self.ac != "none" and (block + 1) % (self.ac_every or 1) == 0
 
     @property
@@ -509,7 +509,7 @@ class PolicySpec:
 
     @property
     def rules(self) -> TorchRules:
-        """What the run's version of torch does."""
+        """The rules of the run's torch version."""
         return torch_rules(self.torch)
 
     @property
@@ -518,9 +518,9 @@ class PolicySpec:
         return self.torch is None and self.attention == "flash" and not self.attention_is_stated
 
     def attention_on(self, kernels: Collection[str]) -> str:
-        """The attention that runs on a part whose rates of some ``kernels`` are known.
+        """The attention that runs on a part with known rates for some ``kernels``.
 
-        Those of cuDNN are stated for the parts on which torch may choose it by itself.
+        Rates of cuDNN are stated for the parts on which torch may choose it automatically.
         """
         chooses = self.torch is not None and self.rules.prefers_cudnn_attention and "cudnn" in kernels
         return (

@@ -15,7 +15,7 @@ class RangeEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     value: float
     source: str
     fast: float | None = None
-    """The margin of faster steps or lower peaks, where it differs from that of slower or higher ones."""
+    """The margin for faster steps or lower peaks, if it differs from the margin for slower or higher ones."""
 
 
 @lru_cache(maxsize=1)
@@ -29,7 +29,7 @@ def range_end(name: str) -> RangeEnd:
 
 
 ACHIEVED_MATMUL = 0.77
-"""Share of the peak that large matrix products reach where nothing is published, taken from the H100."""
+"""Share of the peak that large matrix products reach if nothing is published, taken from the H100."""
 ACHIEVED_MATMUL_ENDS = (0.52, 0.84)
 """The same of an MI300X and of an A100, between which it may be."""
 PARTS_DIFFER = 0.82
@@ -74,8 +74,8 @@ CLOCK_EXPONENTS = (1.0, 1 / 2, 1 / 3)
 as much as the clock (the estimate), falls with the clock."""
 
 IDLE_WATTS = 88.0
-"""What a part draws that does nothing, and that no clock scales: an A100 (thonking.ai, "Strangely, Matrix
-Multiplications on GPUs Run Faster When Given Predictable Data")."""
+"""Power of an idle part, which no clock scales: an A100 (thonking.ai, "Strangely, Matrix Multiplications
+on GPUs Run Faster When Given Predictable Data")."""
 
 HOST_CORE_GB_PER_S = 13.3
 """What one core reads and writes in an AdamW step on the host: 1.93 s for 536.9 million elements and 12
@@ -85,9 +85,9 @@ HOST_STARVED = 0.11
 same table."""
 
 HOST_OPERATOR_NS = (3_000, 5_000, 10_000)
-"""What the eager host takes to issue an operator with its autograd bookkeeping: kindest, in the estimate
-(200,000 a second), harshest. Chosen, not published; ``bench`` measures it."""
+"""Host time to issue an operator with its autograd bookkeeping in eager mode: best case, estimate (200,000
+per second), worst case. Chosen, not published; ``bench`` measures it."""
 
 CONTENTION_FRACS = (0.05, 0.19, 0.40)
-"""How much longer a computing kernel takes while a collective is in flight, where it was not measured:
-kindest, in the estimate, harshest; 18.9 % on average, up to 40 %, in arXiv 2507.03114."""
+"""How much longer a compute kernel takes while a collective runs, if it was not measured: best case,
+estimate, worst case; 18.9 % on average, up to 40 %, in arXiv 2507.03114."""

@@ -28,19 +28,19 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     what: str
     facts: dict[str, tuple[Any, str]] = msgspec.field(name="policy", default_factory=dict)
-    """Option -> the value that it decides, as a person writes it, and where that is said."""
+    """Option -> its value, as the user writes it, and the source of the value."""
     base: str | None = None
     """The stack whose other options it has."""
     leaves: tuple[str, ...] = ()
     """Options and defaults of the base that it does not have."""
     defaults: dict[str, tuple[Any, str]] = {}
-    """Key of the trainer's configuration -> its default at that date, and where that is said."""
+    """Key of the trainer's configuration -> its default at that date, and the source."""
     before: str | None = None
     """The stack of the time before, which a configuration that gives no date may be of."""
 
     @property
     def policy(self) -> dict[str, Any]:
-        """Options that it decides, as a person writes them."""
+        """Options that the stack sets, as the user writes them."""
         return {option: value for option, (value, _) in self.facts.items()}
 
     def source_of(self, option: str) -> str:
@@ -70,7 +70,7 @@ def _completed(own: Mapping[str, Stack]) -> dict[str, Stack]:
 
 
 def month_of(name: str) -> str | None:
-    """The month in a stack's name, as ``2025-06``; None where it has none."""
+    """The month in a stack's name, as ``2025-06``; None if it has none."""
     found = _MONTH.search(name)
     return None if found is None else found[1]
 
@@ -88,12 +88,11 @@ def stack_named(name: str) -> Stack:
 def with_stack(
     name: str | None, policy: Mapping[str, Any], *, tied: bool = False, names: Mapping[str, str] = _OWN_NAMES
 ) -> dict[str, Any]:
-    """A policy's values with those of a stack for what they leave open.
+    """A policy's values, completed with those of a stack.
 
-    Where head and embedding share a parameter (``tied``), units that end in ``?`` are left to the root,
-    and those that end in ``!`` are there alone.
-    ``names`` are the model's own names of the modules that stacks name. Raises ``ModelError`` for an unknown
-    stack.
+    If head and embedding share a parameter (``tied``), units that end in ``?`` are left to the root, and
+    units that end in ``!`` are used only then. ``names`` are the model's own names of the modules that
+    stacks name. Raises ``ModelError`` for an unknown stack.
     """
     if name is None:
         return dict(policy)
@@ -123,7 +122,7 @@ def _of_model(text: str, tied: bool, names: Mapping[str, str]) -> str:
 
 
 def stack_notes(name: str | None, given: Iterable[str] = ()) -> list[str]:
-    """What a stack is and where it is from, as an estimate's assumptions; ``given`` are options it loses to.
+    """A stack's content and source, as an estimate's assumptions; ``given`` are options that override it.
 
     Raises as :func:`stack_named`.
     """

@@ -116,7 +116,7 @@ class BlockProvenance:
 
     @contextmanager
     def following(self, optimizer: Optimizer | None = None) -> Iterator[None]:
-        """Follow what happens inside to parameters, their gradients and the optimizer's state."""
+        """Follow the parameters, their gradients and the optimizer's state inside the context."""
         self._owner.clear()
         for name, parameter in self._module.named_parameters():
             block = next((index for prefix, index in self._prefixes.items() if name.startswith(prefix)), None)
@@ -176,7 +176,7 @@ def _storage(tensor: Tensor) -> UntypedStorage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """What a fake run leaves behind."""
+    """The output of a fake run."""
 
     name: str
     """The model's."""
@@ -189,11 +189,11 @@ class Execution:
     host: frozenset[int]
     """Addresses of the storages that lie on the host: offloaded ones, and the optimizer's step counters."""
     block_of: dict[int, int]
-    """Address -> block of storages that were made for one block outside of its own work."""
+    """Address -> block of storages that were made for one block outside its own work."""
 
 
 class FakeRank:
-    """A rank of a world that is not there: its models, sharded on meta, and what they run with."""
+    """A rank of a simulated world: its models, sharded on meta, and the context they run with."""
 
     def __init__(
         self,
@@ -337,7 +337,7 @@ def _sharded(
 def second_models(
     model: Model, spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh
 ) -> tuple[SecondModel, ...]:
-    """The frozen models of a policy in the order in which they run, sharded; perhaps the trained one itself.
+    """The frozen models of a policy in the order in which they run, sharded; may include the trained one.
 
     Raises ``ModelError`` for one that cannot be built or sharded.
     """
@@ -392,7 +392,7 @@ def _reshard(root: nn.Module) -> None:
 
 
 def _receive_buffers(stage: PipelineStage, tracker: StorageTracker) -> Iterator[TensorInfo]:
-    """Yield what a stage receives its neighbours' activations and gradients in."""
+    """Yield the buffers in which a stage receives its neighbours' activations and gradients."""
     for name, buffers in (("received", stage.activations), ("received_gradient", stage.gradients)):
         for micro_batch, buffer in enumerate(buffers):
             yield _info("activation", "", f"{name}.{micro_batch}", buffer, tracker)

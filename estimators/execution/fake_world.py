@@ -54,10 +54,10 @@ def fake_process_group(mesh: MeshSpec, *, rank: int = 0) -> Iterator[DeviceMesh]
 
 
 def forget_meshes() -> None:
-    """Forget the meshes of a process group that is gone, and what DTensor worked out on them.
+    """Forget the meshes of a process group that no longer exists, and DTensor's cached results on them.
 
     Up to torch 2.9 the next world's meshes get its groups; later, a redistribution on an equal mesh may be
-    given the shapes of the world before.
+    given the shapes of the previous world.
     """
     _expert_meshes.clear()
     _redistribute._gen_transform_infos.cache_clear()
@@ -135,7 +135,7 @@ def _labels_outside_of_checkpointing() -> Iterator[None]:
 
 
 def stand_in_device() -> torch.device:
-    """The device that stands for the GPU: FSDP2 treats it alike, and its flash attention needs no GPU."""
+    """The device that stands for the GPU: FSDP2 treats it the same, and its flash attention needs no GPU."""
     return torch.device("cpu")
 
 
@@ -148,7 +148,7 @@ class HostMemory:
     def __init__(self, *, offloads: bool) -> None:
         self.offloads = offloads
         self.stream = torch.cpu.Stream()
-        """What runs on it runs on the host."""
+        """Its operators run on the host."""
         self.copying: Direction | None = None
         """Between host and device, by the operator that runs now."""
         self.copies_on: object | None = None

@@ -25,7 +25,7 @@ from fsdp2prof.fake_tensors import copy_without, fake_tensors, materialize_fake
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flow:
-    """What a forward and backward go through."""
+    """The modules that forward and backward run through."""
 
     has_backward: Mapping[str, bool]
     """Group FQN -> whether backward comes back to it, in the order in which the groups' forwards end. Groups

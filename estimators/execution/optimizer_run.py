@@ -1,4 +1,4 @@
-"""What an optimizer keeps of sharded parameters, found by letting it take a step on fake tensors."""
+"""An optimizer's state of sharded parameters, found by running one step on fake tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KeptState:
     name: str
     """The parameter's FQN and the state's key."""
     is_sharded: bool
-    """A DTensor, of which every rank holds its part; else a tensor that is taken for the same on all."""
+    """A DTensor, of which every rank holds its part; otherwise a tensor that is the same on all ranks."""
     local_bytes: int
     """This rank's."""
     whole_bytes: int
@@ -31,9 +31,9 @@ class KeptState:
 
 
 def states_of_rank(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, rank: int) -> list[KeptState]:
-    """Let the policy's optimizer take one step as ``rank`` of ``mesh`` and return what it keeps.
+    """Run one step of the policy's optimizer as ``rank`` of ``mesh`` and return its state.
 
-    Raises ``ModelError`` for a model that cannot be sharded and an optimizer that cannot take a step.
+    Raises ``ModelError`` for a model that cannot be sharded and an optimizer that cannot step.
     """
     policy = replace(policy.without_checkpointing(), float8=None, fp8_all_gather=False, extra_model=None)
     with fake_rank(spec, mesh, policy, rank=rank) as world:

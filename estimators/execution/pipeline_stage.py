@@ -121,7 +121,7 @@ class PipelineStage:
         return logits_loss(self._output, batch.targets, policy.loss)
 
     def _received_batch(self, micro_batch: int) -> Batch:
-        """What the stage before has sent, as the model takes it."""
+        """The previous stage's output, as the model takes it."""
         hidden = self.activations[micro_batch]
         return Batch(args=(hidden,)) if self._model.decoder is None else Batch(named={RECEIVED_AS: hidden})
 
@@ -193,7 +193,7 @@ def _expect_last_backward(root: FSDPModule, expected: bool) -> None:
 
 
 def _reduce_gradients(root: FSDPModule) -> None:
-    """Reduce what the backwards have accumulated, group by group, and reshard, as the schedule does."""
+    """Reduce the accumulated gradients, group by group, and reshard, as the schedule does."""
     _expect_last_backward(root, True)
     state = root._get_fsdp_state()
     for part in state._state_ctx.all_states:

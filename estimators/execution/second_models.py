@@ -24,18 +24,18 @@ from fsdp2prof.estimators.techniques.adapters import without_adapters
 from fsdp2prof.labels import root_label
 
 MODEL_ROOT = 0
-"""Index of the trained model's root where there are several; the others follow in order."""
+"""Index of the trained model's root if there are several; the others follow in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SecondModel:
-    """A model that runs forward without gradients, and what it gives the loss."""
+    """A model that runs only forward, without gradients, and its output for the loss."""
 
     model: Model
     role: str
     """Of ``ExtraModel``; ``self`` for the trained model itself."""
     root: int | None
-    """Index of its root; None where there is only one."""
+    """Index of its root; None if there is only one."""
     spec: ModelSpec
 
     @property
@@ -101,7 +101,7 @@ _OLDER = torch.__version__ < "2.13"  # a TorchVersion, which compares as one
 
 @contextmanager
 def naming_the_culprit(spec: ModelSpec) -> Iterator[None]:
-    """Turn what a model that is not ours raises, and what this torch lacks, into one line that names it."""
+    """Turn errors of user models and missing features of this torch into one line that names the cause."""
     try:
         yield
     except Exception as error:

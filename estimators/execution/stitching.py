@@ -54,9 +54,9 @@ _FEWEST_RUNGS = 3
 def execute_stitched(
     spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, graphs: Graphs | None = None
 ) -> tuple[Execution, str]:
-    """Execute a model as if in full, and say how: the result and one sentence.
+    """Execute a model as if in full and describe how: the result and one sentence.
 
-    ``graphs`` and what is raised are :func:`~fsdp2prof.estimators.execution.engine.execute`'s.
+    ``graphs`` and the exceptions are those of :func:`~fsdp2prof.estimators.execution.engine.execute`.
     """
     full = build_model(spec, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     if mesh.pp == 1:
@@ -389,17 +389,17 @@ def _cells(labels: LabelTable, blocks: tuple[str, ...]) -> list[_Cell]:
 
 
 def _closed(cell: _Cell, kind: str, block: int, start: int, last_end: int) -> _Cell:
-    """End a cell where the next one of its ladder starts, else with its own last label."""
+    """End a cell where the next one of its ladder starts, otherwise with its own last label."""
     step = 1 if cell.kind == "pre_forward" else -1
     continues = kind == cell.kind and block == cell.block + step
     return _Cell(cell.kind, cell.block, cell.start, start if continues else last_end)
 
 
 def _with_gaps_closed(runs: list[Run]) -> list[Run]:
-    """Join what lies between two stretches of one block, or of neighbours, to the first of them.
+    """Join stretches between two of one block, or of neighbours, to the first of them.
 
-    An optimizer that goes from parameter to parameter makes things in between that belong to none, and frees
-    a block's last temporary when it already works on the next block.
+    An optimizer that goes from parameter to parameter allocates tensors in between that belong to no
+    block, and frees a block's last temporary after it starts on the next block.
     """
     joined: list[Run] = []
     for run, following in zip_longest(runs, runs[1:]):

@@ -118,9 +118,9 @@ def _tell(root: FSDPModule, method: str, value: int) -> None:
 
 
 def build_optimizer(model: Model, policy: PolicySpec) -> torch.optim.Optimizer | None:
-    """Build the policy's optimizer over the trainable parameters, ``None`` if it trains nothing.
+    """Build the policy's optimizer over the trainable parameters; ``None`` if it trains nothing.
 
-    Parameters on several meshes are as many parameter groups: one operator cannot go over both.
+    Parameters on several meshes are separate parameter groups: one operator cannot process several meshes.
     """
     kind = policy.optimizer_kind
     if kind is None:
@@ -147,7 +147,7 @@ class TrainingLoop:
 
     model: Model
     seconds: Sequence[SecondModel]
-    """What runs forward without gradients before each micro-batch, on the same batch."""
+    """Models that run forward without gradients before each micro-batch, on the same batch."""
     policy: PolicySpec
     optimizer: torch.optim.Optimizer | None
     host: HostMemory
@@ -183,7 +183,7 @@ class TrainingLoop:
                 loss.backward()  # type: ignore[no-untyped-call]
 
     def _scored(self, batch: Batch) -> Batch:
-        """Run the models that run forward only, and give the loss what a reference says of the batch."""
+        """Run the models that run only forward, and pass a reference's result for the batch to the loss."""
         how, in_parallel = self.policy.loss, self.loss_is_parallel
         scores = [(one.role, one.score(batch, how, in_parallel=in_parallel)) for one in self.seconds]
         reference = next((score for role, score in scores if role != "reward"), None)
@@ -205,10 +205,10 @@ class TrainingLoop:
 
 @contextmanager
 def _on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let an optimizer that works element by element go over this rank's shards instead of DTensors.
+    """Let an element-wise optimizer update this rank's shards instead of DTensors.
 
-    What runs on the shards, and what is kept of them, is the same; finding out how a DTensor's operators
-    shard their results, for every operator anew, takes longer than the rest of the update.
+    The operators on the shards and the state are the same; DTensor would work out the sharding of every
+    operator's result again, which takes longer than the rest of the update.
     """
     local_of: dict[Tensor, Tensor] = {}
     sharded_of: dict[Tensor, Tensor] = {}
@@ -272,7 +272,8 @@ def _dtype(name: str | None) -> torch.dtype | None:
 def expert_placement(
     model: Model, policy: PolicySpec, mesh: DeviceMesh, experts: DeviceMesh | None
 ) -> Callable[[nn.Parameter], Any] | None:
-    """What tells ``fully_shard`` the dimension and mesh of each parameter, ``None`` if all are as usual.
+    """The function that gives ``fully_shard`` the dimension and mesh of each parameter; ``None`` if all
+    are default.
 
     ``mesh`` is that of the other parameters, ``experts`` the mesh dp_replicate, efsdp, ep.
     """

@@ -34,6 +34,6 @@ def build_model(spec: ModelSpec, *, seq_len: int, orig_dtype: str = "float32") -
 
 
 def builtin_of(spec: ModelSpec) -> TransformerConfig:
-    """Return the shape of a built-in model with as many blocks as are asked for. Raises ``ModelError``."""
+    """Return the shape of a built-in model with the given number of blocks. Raises ``ModelError``."""
     config = builtin_config(spec.source)
     return config if spec.layers is None else replace(config, layers=spec.layers)

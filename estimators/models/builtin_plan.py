@@ -89,12 +89,12 @@ class BuiltinPlan:
         return True
 
     def divides_logits(self, loss_parallel: bool | None) -> bool:
-        """Whether logits stay divided by vocabulary: unless told not to."""
+        """Whether logits stay divided by vocabulary: true unless switched off."""
         return loss_parallel is not False
 
     @property
     def note(self) -> str:
-        """What is divided and how, in one sentence."""
+        """The division, in one sentence."""
         note = "tensor parallelism executed with sequence-parallel norms and residuals"
         if self.config.latent is not None:
             note += "; latent attention divided by heads behind its compressed vectors, which stay whole"
@@ -148,7 +148,7 @@ class BuiltinPlan:
 
 
 def undivided_heads(name: str, heads: int, kv_heads: int, ranks: int) -> str | None:
-    """Why ``ranks`` cannot share attention by heads, and what frameworks do; ``None`` if they can."""
+    """The reason ``ranks`` cannot share attention by heads, and what frameworks do; ``None`` if they can."""
     if heads % ranks:
         return f"tp={ranks} does not divide the {heads} heads of {name}"
     if kv_heads % ranks:
@@ -195,7 +195,7 @@ def _attention(config: TransformerConfig) -> dict[str, ParallelStyle]:
 
 
 def _divide_blocks(module: nn.Module, mesh: DeviceMesh, experts_apart: bool) -> None:
-    """Divide what differs from block to block, and what torch has no style for."""
+    """Divide modules that differ from block to block, and modules that torch has no style for."""
     from fsdp2prof.estimators.models.experts import MixtureOfExperts
     from fsdp2prof.estimators.models.llama import Attention, FeedForward, LatentAttention
     from fsdp2prof.estimators.models.local_tensors import distribute_parameters, run_on_local_tensors

@@ -26,7 +26,7 @@ class _Series(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertShape:
-    """Shape of a mixture of experts, which takes the feed-forward's place in a block."""
+    """Shape of a mixture of experts, which replaces the feed-forward in a block."""
 
     count: int
     top_k: int
@@ -44,7 +44,7 @@ class ExpertShape:
     normalised: bool = False
     """A token's scores are divided by their sum."""
     weighs_inputs: bool = False
-    """Scores scale what goes into the experts instead of what comes out."""
+    """Scores scale the experts' inputs instead of their outputs."""
     bias: bool = False
     """Router and experts have biases."""
 
@@ -109,7 +109,7 @@ class TransformerConfig:
 
     @property
     def parameters(self) -> int:
-        """Trainable parameters, tied ones counted once, from the shape alone."""
+        """Trainable parameters, tied ones counted once, calculated from the shape."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         embedding = self.vocab_size * self.dim
         if self.family == "gpt":
@@ -174,7 +174,7 @@ _OF_HUGGING_FACE = {
 _VARIANT = re.compile(
     r"-(?:instruct|base|chat|hf|it|thinking|original|fp8|bf16|distill|sft|dpo|\d{4}|v0\.\d|merge)$"
 )
-"""What follows the size in the name of a model of the same shape."""
+"""The text after the size in the name of a model of the same shape."""
 
 
 def named_on_hugging_face(name: str) -> str | None:

@@ -30,7 +30,7 @@ class Decoder:
     """Elements of a token's hidden state, which stages send."""
 
     def absent(self, *, is_first: bool, is_last: bool) -> frozenset[str]:
-        """What a stage does not hold, beside blocks."""
+        """Modules other than blocks that a stage does not hold."""
         ends = set() if is_last else {self.norm, self.head}
         return frozenset(ends if is_first else {*ends, self.embedding})
 
@@ -69,7 +69,8 @@ def decoder_of(
 def cut_decoder(
     module: nn.Module, absent: Collection[str], blocks: tuple[str, ...], kept: Collection[int]
 ) -> None:
-    """Leave the ``kept`` of a decoder's ``blocks`` under their names, and what is not ``absent``."""
+    """Leave the ``kept`` blocks of a decoder's ``blocks`` under their names, and the modules not in
+    ``absent``."""
     container = blocks[0].rpartition(".")[0]
     layers = module.get_submodule(container)
     layers._modules = {name: part for at, (name, part) in enumerate(layers.named_children()) if at in kept}

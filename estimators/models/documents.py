@@ -33,7 +33,7 @@ _SUPPORT = {
     "flex": ("_supports_flex_attn", "flex attention"),
 }
 _NOT_BY_DOCUMENT = ("mamba", "linear_attention", "conv")
-"""Layers that go on from token to token, by their type or class."""
+"""Layers with a state that continues from token to token, by their type or class."""
 
 
 def with_documents(model: Model, policy: PolicySpec) -> Model:
@@ -60,7 +60,7 @@ def with_documents(model: Model, policy: PolicySpec) -> Model:
 
 
 def documents_apart(documents: Documents | None) -> AbstractContextManager[object]:
-    """Run causal attention over whole sequences document by document, where no mask keeps these apart."""
+    """Run causal attention over whole sequences document by document, if no mask separates these."""
     if documents is None or isinstance(documents, MaskedDocuments):
         return nullcontext()
     return _by_document(documents)

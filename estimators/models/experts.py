@@ -45,7 +45,7 @@ class ExpertExchange:
     group: ProcessGroup
     ranks: int
     imbalance: float
-    """Rows that the rank receives, in multiples of what it sends."""
+    """Rows that the rank receives, as a multiple of the rows it sends."""
 
     def received(self, rows: int) -> list[int]:
         """Rows from each rank where the rank itself sends ``rows`` to all together."""

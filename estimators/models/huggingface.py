@@ -125,7 +125,7 @@ def _exchanged(
 
 
 def _slice(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's tokens of those that all ranks of a mesh have."""
+    """This rank's tokens, of those of all ranks of a mesh."""
     whole = tensor if isinstance(tensor, DTensor) else DTensor.from_local(tensor, mesh, [Replicate()])
     return whole.redistribute(mesh, [Shard(0)]).to_local()
 
@@ -239,7 +239,7 @@ def _build(
 
 @contextmanager
 def _without_advice(transformers: Any) -> Iterator[None]:
-    """Show no warnings that are for people who run the model."""
+    """Suppress warnings for users who run the model."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
@@ -303,7 +303,8 @@ def _configuration(transformers: Any, path: Path, values: dict[str, Any]) -> Any
 
 
 def _class_of(transformers: Any, path: Path, values: dict[str, Any], config: Any) -> Any:
-    """The model class: the first of ``architectures``, else what transformers generates text with."""
+    """The model class: the first of ``architectures``, otherwise the class with which transformers
+    generates text."""
     named = values.get("architectures")
     if isinstance(named, list) and named:
         made = getattr(transformers, str(named[0]), None)
@@ -322,7 +323,7 @@ def _class_of(transformers: Any, path: Path, values: dict[str, Any], config: Any
 
 
 def _attention(made: Any, notes: list[str]) -> str:
-    """SDPA, or what the class has instead, which is said."""
+    """SDPA, or the implementation the class has instead, which is reported."""
     if getattr(made, "_supports_sdpa", True):
         return "sdpa"
     notes.append(
@@ -347,7 +348,7 @@ def _refuse_other_inputs(path: Path, module: nn.Module, text: Any) -> None:
 
 
 def _cut(text: Any, layers: int) -> None:
-    """Leave the first ``layers`` layers, and what the configuration says of each."""
+    """Leave the first ``layers`` layers, and their entries in the configuration."""
     before = text.num_hidden_layers
     for name, value in per_layer(text, before).items():
         setattr(text, name, [*value, *value][:layers] if layers <= 2 * before else value)
@@ -371,7 +372,7 @@ def _decoder_and_towers(module: nn.Module, text: Any) -> tuple[tuple[str, ...], 
 
 
 def _without_shared(module: nn.Module, found: Iterable[str]) -> tuple[str, ...]:
-    """Leave out what shares a parameter with the rest (embeddings with a tied head): the root has it."""
+    """Remove modules that share a parameter with the rest (embeddings with a tied head): the root has it."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -388,7 +389,7 @@ def _size(module: nn.Module) -> int:
 
 
 def _idle_modules(module: nn.Module, text: Any) -> tuple[str, ...]:
-    """Modules beside the text model and the head: what a batch of tokens does not pass through."""
+    """Modules other than the text model and the head: a batch of tokens does not run through them."""
     texts = {part for part in module.modules() if getattr(part, "config", None) is text}
     head = getattr(module, "get_output_embeddings", lambda: None)()
     idle: list[str] = []
@@ -418,7 +419,7 @@ def _stacked_experts(module: nn.Module) -> tuple[str, ...]:
 
 
 def _pattern(module: nn.Module, blocks: tuple[str, ...], text: Any) -> LayerPattern:
-    """How the layers repeat, from their parameters and from what the configuration says of each."""
+    """The period of the layers, from their parameters and from each one's entries in the configuration."""
     entries = per_layer(text, len(blocks)).values()
     kinds = [
         (

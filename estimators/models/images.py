@@ -60,7 +60,7 @@ class _Image:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Seen:
-    """What a run of the tower shows."""
+    """The result of running the tower."""
 
     tokens: int
     """That one image becomes."""
@@ -73,10 +73,10 @@ _seen: dict[tuple[str, ...], _Seen] = {}
 
 
 def with_images(model: Model, policy: PolicySpec) -> Model:
-    """A model whose batches bring the policy's images; the model itself where there are none.
+    """A model whose batches contain the policy's images; the model itself if there are none.
 
-    Raises ``ModelError`` for a model that takes no images, or takes them in a way that is not modelled, and
-    for images that do not fit the sequence.
+    Raises ``ModelError`` for a model that takes no images, or takes them in a way that is not modelled,
+    and for images that do not fit the sequence.
     """
     if not policy.images:
         return model

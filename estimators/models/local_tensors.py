@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 
 def as_local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; of one that it has whole, with a gradient that is one of its own."""
+    """This rank's part of a tensor; for one that every rank has whole, with its own gradient."""
     if not isinstance(tensor, DTensor):
         return tensor
     whole = all(placement.is_replicate() for placement in tensor.placements)
@@ -24,7 +24,7 @@ def as_local(tensor: Tensor) -> Tensor:
 
 
 def distribute_parameters(module: nn.Module, mesh: DeviceMesh, dims: Mapping[str, int]) -> None:
-    """Divide a module's own parameters along ``dims``; those that it does not name stay whole."""
+    """Divide a module's own parameters along ``dims``; those not named stay whole."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         placement = Shard(dims[name]) if name in dims else Replicate()
         divided = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)

@@ -34,13 +34,14 @@ from fsdp2prof.estimators.config.choices import (
 from fsdp2prof.estimators.models.model import Batch
 
 _After = Callable[[Tensor], Tensor]
-"""What a model makes of its head's logits."""
+"""The model's result from its head's logits."""
 _LONGEST = 300
 """Characters of another library's message that are shown."""
 
 
 class _CompiledCrossEntropy(torch.autograd.Function):
-    """What the compiled cross-entropy holds: logits as they are, one fp32 number a token, the gradient."""
+    """The memory of the compiled cross-entropy: logits as they are, one fp32 number per token, the
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Any) -> Tensor:
@@ -62,9 +63,10 @@ class _CompiledCrossEntropy(torch.autograd.Function):
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
-    """Head and cross-entropy piece by piece, with both gradients computed in forward: no logits are kept.
+    """Head and cross-entropy chunk by chunk, with both gradients computed in forward: no logits are kept.
 
-    As Liger's kernel: ``ceil(V / D)`` pieces or fewer, since a piece's tokens are a power of two.
+    As in Liger's kernel: ``ceil(V / D)`` chunks or fewer, since the number of tokens in a chunk is a power
+    of two.
     """
 
     @staticmethod
@@ -84,7 +86,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Give what forward has computed."""
+        """Return the gradients that forward computed."""
         hidden, weight = ctx.saved_tensors
         return hidden, weight, None
 
@@ -134,7 +136,7 @@ def _preference(taken: Tensor, reference: Tensor | None, beta: float = 0.1) -> T
 def _in_pieces(
     head: Callable[[Tensor], Tensor], hidden_bsd: Tensor, targets_bs: Tensor, how: InPieces
 ) -> Tensor:
-    """Mean cross-entropy over pieces of the sequence or of the tokens, their logits recomputed or kept."""
+    """Mean cross-entropy over chunks of the sequence or of the tokens, with logits recomputed or kept."""
 
     def piece_loss(hidden: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(head(hidden).flatten(0, 1).float(), targets.flatten(), reduction="sum")
@@ -226,15 +228,15 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Give the gradient; the loss is what backward starts from."""
+        """Return the gradient; backward starts from the loss."""
         (gradient,) = ctx.saved_tensors
         return gradient, None, None
 
 
 def _with_backward_at_once(module: nn.Module, fqn: str, batch: Batch, pieces: int) -> Tensor:
-    """Run a model without its head, then head, cross-entropy and their backward piece by piece.
+    """Run a model without its head, then head, cross-entropy and their backward chunk by chunk.
 
-    The head's parameters stay gathered in between, and its gradients are reduced with the last piece's.
+    The head's parameters stay gathered in between, and its gradients are reduced with the last chunk.
     Source: torchtitan ``components/loss.py``, ``ChunkedLossWrapper`` (b5bcd76c6).
     """
     parent, _, name = fqn.rpartition(".")
@@ -339,7 +341,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 _MOST_PIECES = 10_000
-"""Many times what any trainer takes: a number of pieces was given for their size."""
+"""Far above any trainer's value; beyond it, the number of chunks was given in place of their size."""
 
 
 @contextmanager
@@ -384,9 +386,9 @@ _CAP, _DIVISOR, _FACTOR = "final_logit_softcapping", "logits_scaling", "logit_sc
 
 @contextmanager
 def _taken_over(module: nn.Module) -> Iterator[_After]:
-    """Have a model leave its logits as its head makes them, and give what it would have made of them.
+    """Have a model return its head's logits unchanged, and yield the cap or scale that it would have applied.
 
-    A loss in pieces runs in the head's place, so that the model would cap or scale the loss.
+    A chunked loss runs in the head's place, so that the model would cap or scale the loss.
     """
     config: Any = getattr(module, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config

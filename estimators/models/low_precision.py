@@ -23,7 +23,7 @@ class Cast:
     """How one factor of a product is cast."""
 
     each: Literal["tensor", "row", "never"]
-    """What shares a scale; ``never`` leaves the factor as it is."""
+    """The elements that share a scale; ``never`` leaves the factor unchanged."""
     dtype: str = "float8_e4m3fn"
 
 
@@ -80,7 +80,7 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def multiple_of(recipe: str) -> int:
-    """What divides both sizes of a weight that trains by a recipe."""
+    """The number that must divide both sizes of a weight that trains with a recipe."""
     return _MULTIPLE.get(recipe, _MULTIPLE_OF_OTHERS)
 
 

@@ -43,14 +43,14 @@ class LayerPattern:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """What one micro-batch passes to the model and to the loss."""
+    """The arguments that one micro-batch gives to the model and to the loss."""
 
     args: tuple[Tensor, ...] = ()
     """Positional arguments of the model's forward."""
     named: Mapping[str, Tensor] = field(default_factory=dict)
     """Its arguments by name."""
     targets: Tensor | None = None
-    """What the loss compares with."""
+    """The target of the loss."""
     reference: Tensor | None = None
     """Log-probabilities (B, S) of the targets by a reference model, for the losses that use them."""
     keeps_logits: KeptLogits | None = None
@@ -66,7 +66,7 @@ class TensorParallel(Protocol):
 
     @property
     def is_analysed(self) -> bool:
-        """Whether its collectives are known by formula; else the step is executed to count them."""
+        """Whether its collectives follow from a formula; otherwise the step is executed to count them."""
 
     @property
     def divides_sequence(self) -> bool:
@@ -74,7 +74,7 @@ class TensorParallel(Protocol):
 
     @property
     def note(self) -> str:
-        """What is divided and how, in one sentence."""
+        """The division, in one sentence."""
 
     def divides_logits(self, loss_parallel: bool | None) -> bool:
         """Whether logits stay divided by vocabulary, as ``loss_parallel`` asks or as the plan has it."""
@@ -85,7 +85,8 @@ class TensorParallel(Protocol):
     def apply(self, module: nn.Module, mesh: DeviceMesh, loss_parallel: bool | None) -> None:
         """Divide the module in place: parameters become DTensors of ``mesh``.
 
-        Raises ``ModelError`` for what cannot be divided so."""
+        Raises ``ModelError`` for modules that cannot be divided in this way.
+        """
 
     def local_shape(self, fqn: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
         """Shape that the first rank holds of a parameter of ``shape``."""
@@ -102,7 +103,7 @@ def elements_of(module: nn.Module) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """A model ready to be sharded: the module and what training it needs."""
+    """A model ready to be sharded: the module and the inputs for training it."""
 
     name: str
     module: nn.Module
@@ -144,15 +145,15 @@ class Model:
     no_ring: str = "is not known to run attention around a ring"
     """Why it cannot, as the end of a sentence that begins with its name."""
     inputs: str = "tokens only"
-    """What its batches hold."""
+    """The content of its batches."""
     absent: str = "image"
-    """What its idle modules wait for."""
+    """The input that its idle modules need."""
     notes: tuple[str, ...] = ()
-    """What an estimate of it rests on, one sentence each."""
+    """Assumptions of an estimate of the model, one sentence each."""
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """What an estimate rests on, what becomes of idle modules among it."""
+        """Assumptions of an estimate of the model, including its idle modules."""
         if not self.idle:
             return self.notes
         idle = f"{', '.join(self.idle)}, which are held sharded without gradients"
@@ -177,7 +178,7 @@ class Model:
 
     @property
     def expert_count(self) -> int:
-        """Experts of a block, of those that this rank holds."""
+        """Experts of a block that this rank holds."""
         if self.config is not None and self.config.experts is not None:
             return self.config.experts.count // self.expert_ranks
         experts = self.module.get_submodule(self.experts[0])

@@ -43,7 +43,7 @@ _WHOLE = frozenset(
 )
 """Styles that leave a module's own parameters whole."""
 _PACKED_TOGETHER = 2
-"""Matrices in a packed parameter, each divided by itself: gate and up."""
+"""Matrices in a packed parameter, each divided separately: gate and up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class TransformersPlan:
     kv_heads: int
     """1 each if attention is not divided by heads."""
     tied: tuple[str, ...]
-    """Parameters that are another one's: divided by rules of their own, then tied again."""
+    """Parameters that are shared with another: divided by their own rules, then tied again."""
     head: str | None
     """The linear layer that makes the logits, where the model says which it is."""
     parallel: Any
@@ -82,7 +82,7 @@ class TransformersPlan:
 
     @property
     def note(self) -> str:
-        """What is divided and how, in one sentence."""
+        """The division, in one sentence."""
         return (
             "tensor parallelism by the class's own plan, applied by transformers: norms and residuals whole "
             "on every rank, sums all-reduced, logits gathered unless loss_parallel is given"
@@ -95,7 +95,7 @@ class TransformersPlan:
     def apply(self, module: nn.Module, mesh: DeviceMesh, loss_parallel: bool | None) -> None:
         """Divide the module in place: parameters become DTensors of ``mesh``.
 
-        Raises ``ModelError`` for what transformers refuses, and for logits that cannot stay divided.
+        Raises ``ModelError`` for plans that transformers refuses, and for logits that cannot stay divided.
         """
         elsewhere = tuple(f"{fqn}." for fqn in self.absent)
         rules = {
@@ -187,13 +187,13 @@ def plan_of(name: str, module: nn.Module, blocks: tuple[str, ...], text: Any) ->
 
 
 def _common(text: Any, name: str) -> int:
-    """A number of heads, 0 if none is given; of layers that differ in it (Gemma 4), what divides each."""
+    """A number of heads, 0 if none is given; if layers differ (Gemma 4), a number that divides each."""
     layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else (text,)
     return gcd(*(int(getattr(layer, name, 0) or 0) for layer in layers))
 
 
 def _untie(module: nn.Module, names: tuple[str, ...]) -> None:
-    """Give modules parameters of their own in the place of those of another."""
+    """Give modules their own parameters in place of another module's."""
     for fqn in names:
         owner, _, name = fqn.rpartition(".")
         part = module.get_submodule(owner)

@@ -1,1 +1,1 @@
-"""What a recorded run gives to an estimate: its policy, its collectives, its own times."""
+"""The input that a recorded run gives to an estimate: its policy, its collectives, its times."""

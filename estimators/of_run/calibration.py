@@ -51,10 +51,12 @@ def recorded_cpus(mesh: MeshSpec) -> Cluster:
 def recorded_configuration(
     tables: RankTables, model: ModelSpec, policy: PolicySpec | None = None
 ) -> tuple[ModelSpec, MeshSpec, PolicySpec]:
-    """Return what a recorded rank ran: mesh and policy by its manifest, batch and sequence by its shapes.
+    """Return a recorded rank's configuration: mesh and policy from its manifest, batch and sequence from
+    its shapes.
 
-    ``policy`` gives what no recording says (checkpointing, clipping). Raises ``ModelError`` for a run without
-    a manifest, parameter groups or recorded shapes of attention or embeddings.
+    ``policy`` gives the settings that a recording does not contain (checkpointing, clipping). Raises
+    ``ModelError`` for a run without a manifest, parameter groups or recorded shapes of attention or
+    embeddings.
     """
     manifest = tables.manifest
     if manifest is None:
@@ -113,7 +115,8 @@ def calibration_of(
 
 
 def _as_deep(model: ModelSpec, layers: int | None) -> ModelSpec:
-    """Return the model with as many blocks as were recorded; a factory without ``layers`` has its own."""
+    """Return the model with the recorded number of blocks; a factory without ``layers`` has its own
+    number."""
     fixed = model.kind == "factory" and model.layers is None
     return model if layers is None or fixed else replace(model, layers=layers)
 
@@ -140,7 +143,7 @@ def _batch_and_length(tables: RankTables, manifest: RankManifest) -> tuple[int, 
 
 
 def _layers(manifest: RankManifest) -> int | None:
-    """Repeated blocks: the most groups whose names differ in a number alone."""
+    """Repeated blocks: the most groups whose names differ only in a number."""
     families: dict[str, set[str]] = defaultdict(set)
     for group in manifest.param_groups:
         if any(part.isdecimal() for part in group.fqn.split(".")):
@@ -151,9 +154,9 @@ def _layers(manifest: RankManifest) -> int | None:
 def _recorded(
     ranks: Sequence[RankTables], job: Job
 ) -> tuple[dict[Place, float], dict[Place, float], list[int]]:
-    """Return host time and computing time by place, means of a step, and the steps' durations.
+    """Return host time and compute time by place, means of a step, and the steps' durations.
 
-    Of a CPU, computing is what its operators take, and part of the host's time.
+    On a CPU, compute time is the operators' time, which is part of the host time.
     """
     host: dict[Place, float] = defaultdict(float)
     computed: dict[Place, float] = defaultdict(float)

@@ -24,9 +24,10 @@ def estimate_comm_of_run(
 ) -> CommEstimate:
     """Estimate a recorded rank's collectives in a steady step from its parameter groups.
 
-    A root whose collectives were counted has as many as in each captured step. The others, and all with
-    ``grad_accum`` or ``sync`` (which override the manifest), follow FSDP2's rules. Raises ``ModelError`` for
-    a rank without a parameter group, captured steps that differ, and micro-batches that follow no rule.
+    A root whose collectives were counted has the same number as in each captured step. The others, and all
+    with ``grad_accum`` or ``sync`` (which override the manifest), follow FSDP2's rules. Raises
+    ``ModelError`` for a rank without a parameter group, captured steps that differ, and micro-batches that
+    follow no rule.
     """
     if not manifest.param_groups:
         raise ModelError(f"rank {manifest.rank} recorded no FSDP parameter group: nothing to estimate")
@@ -97,7 +98,8 @@ def _is_counted(manifest: RankManifest, infos: Sequence[ParamGroupInfo]) -> bool
 
 
 def _add_counted(infos: Sequence[ParamGroupInfo], manifest: RankManifest, ledger: Ledger) -> None:
-    """Add what the recorder counted of a root, forward before backward, with the bytes of its groups."""
+    """Add the collectives that the recorder counted for a root, forward before backward, with its groups'
+    bytes."""
     groups = [(info, scheduled_group(info, manifest)) for info in infos]
     for info, group in groups:
         _add_gathers(
@@ -137,7 +139,7 @@ def _add_gathers(ledger: Ledger, group: ScheduledGroup, phase: str, axis: Axis, 
 
 
 def _accumulation(manifest: RankManifest, grad_accum: int | None, sync: Sync | None) -> dict[str, object]:
-    """Micro-batches of the first root and when it reduces; None where no rule says them."""
+    """Micro-batches of the first root and when it reduces; None if no rule gives them."""
     try:
         step = step_of_root(manifest, manifest.param_groups[0].root, grad_accum, sync)
     except ModelError:
@@ -184,9 +186,10 @@ class RootStep:
 def step_of_root(
     manifest: RankManifest, root: int, grad_accum: int | None = None, sync: Sync | None = None
 ) -> RootStep:
-    """Return what a root did in every captured step; ``grad_accum`` and ``sync`` override the recording.
+    """Return the collectives of a root in every captured step; ``grad_accum`` and ``sync`` override the
+    recording.
 
-    Raises ``ModelError`` for what differs from step to step and is not given, or follows no rule.
+    Raises ``ModelError`` for values that differ from step to step and are not given, or follow no rule.
     """
     info = next((one for one in manifest.roots if one.root == root), None)
     if info is None:

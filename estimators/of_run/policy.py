@@ -36,10 +36,11 @@ _NORM_OF_TORCH = "torch.nn.modules.normalization.RMSNorm"
 def values_of_run(
     manifest: RankManifest, *, grad_accum: int | None = None, sync: Sync | None = None
 ) -> dict[str, Any]:
-    """What a recorded rank says of its mesh, policy and software, as the values of ``make_spec``.
+    """A recorded rank's mesh, policy and software, as the values of ``make_spec``.
 
-    The model itself is not in a manifest, nor the batch or activation checkpointing. Raises ``ModelError``
-    for what no ``PolicySpec`` says: each by the name of the call that set it.
+    A manifest contains neither the model itself, nor the batch or activation checkpointing. Raises
+    ``ModelError`` for settings that ``PolicySpec`` cannot express: each by the name of the call that set
+    it.
     """
     groups = manifest.param_groups
     if not groups:
@@ -79,9 +80,9 @@ def values_of_run(
 
 
 def norm_of_run(manifest: RankManifest) -> Norm | None:
-    """How a run's RMSNorms were computed, by their classes; ``None`` where these do not say it, or differ.
+    """How a run's RMSNorms were computed, by their classes; ``None`` if these do not show it, or differ.
 
-    For a model that stands for the recorded one: a model of its own classes has its own norms.
+    Applies to a model that stands for the recorded one: a model of its own classes has its own norms.
     """
     match = re.match(r"\d+\.\d+", manifest.versions.get("torch", ""))
     found: set[Norm | None] = set()
@@ -100,7 +101,7 @@ def norm_of_run(manifest: RankManifest) -> Norm | None:
 
 
 def _refusals(manifest: RankManifest, grad_accum: int | None, sync: Sync | None) -> Iterator[str]:
-    """What the run does and a policy cannot say, named by its call."""
+    """The run's settings that a policy cannot express, named by their calls."""
     groups = manifest.param_groups
     if manifest.root_count > 1:
         shared = len({group.comm_context for group in groups}) < manifest.root_count
@@ -139,7 +140,7 @@ def _refusals(manifest: RankManifest, grad_accum: int | None, sync: Sync | None)
 
 
 def _step_refusals(manifest: RankManifest, step: RootStep) -> Iterator[str]:
-    """What a root does from one micro-batch to the next that no option says."""
+    """Settings of a root that change from one micro-batch to the next and that no option expresses."""
     if step.keep_between:
         yield "keeps parameters gathered between micro-batches (set_reshard_after_backward, a pipeline stage)"
     if step.all_reduce != "each" and manifest.param_groups[0].replicate_world_size > 1:
@@ -194,7 +195,7 @@ def _trainable(parameters: Sequence[ParameterInfo]) -> str | None:
 
 
 def _software(manifest: RankManifest) -> dict[str, Any]:
-    """What the manifest says of torch, attention and the allocator; of a CPU run the first alone."""
+    """The manifest's values for torch, attention and the allocator; for a CPU run only the first."""
     found: dict[str, Any] = {}
     match = re.match(r"\d+\.\d+", manifest.versions.get("torch", ""))
     if match is not None:

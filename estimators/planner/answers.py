@@ -29,9 +29,10 @@ def answer(
     engine: Engine = in_this_process,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-    """Vary one number of a request until the largest, or the smallest, that fits; the engine confirms it.
+    """Vary one number of a request to find the largest, or the smallest, that fits; the engine confirms
+    it.
 
-    Raises ``ModelError`` for what cannot be planned at all.
+    Raises ``ModelError`` for a request that cannot be planned.
     """
     if question == "max seq-len":
         request = _buildable(request)
@@ -59,7 +60,7 @@ def answer(
 
 
 def _buildable(request: PlanRequest) -> PlanRequest:
-    """Start from a sequence that the model takes; how long the longest is, is what is asked."""
+    """Start from a sequence length that the model accepts, since the longest one is the question."""
     policy = request.policy
     try:
         build_model(request.model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
@@ -87,7 +88,7 @@ class _Asked:
         return 1 if self._question == "max batch-size" else self._step
 
     def best(self) -> int | None:
-        """Return the value by what is known now; None if nothing fits."""
+        """Return the value as far as known; None if nothing fits."""
         if self._question == "min gpus":
             return next((gpus for gpus in self._sizes() if self.winner(gpus) is not None), None)
         step = self.easiest
@@ -102,7 +103,7 @@ class _Asked:
         return low * step
 
     def needs_engine(self, value: int) -> bool:
-        """Whether what fits at a value rests on the search alone."""
+        """Whether the result at a value comes only from the search."""
         winner = self.winner(value)
         return winner is not None and not winner.confirmed
 
@@ -121,7 +122,8 @@ class _Asked:
         self._planning.find()
 
     def limit(self, value: int) -> str:
-        """Say what ends the search above a value, or what the value is beyond, where memory is not all."""
+        """Report the limit of the search above a value, or the limit that the value exceeds, if memory is
+        not the only one."""
         if self._question == "min gpus":
             return ""
         refused = self._refused.get(value + self.easiest)

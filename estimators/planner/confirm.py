@@ -39,11 +39,11 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineMemory:
-    """The peak of a rank."""
+    """The peak of one rank."""
 
     reserved_bytes: int
     total_low_bytes: int
-    """With what no allocator counts, all that is not known at its low end."""
+    """Including memory that no allocator counts, with every unknown at its low end."""
     total_bytes: int
     """The same at its high end."""
     depends_on: tuple[str, ...]
@@ -51,10 +51,10 @@ class EngineMemory:
 
 
 def check_memory(check: Check) -> EngineMemory:
-    """Execute a configuration for its memory; of a pipeline one more micro-batch than are in flight.
+    """Execute a configuration for its memory; for a pipeline with one micro-batch more than are in flight.
 
-    Those after it add the buffer that their gradient is received in. Raises ``ModelError`` for what cannot
-    be run.
+    Later micro-batches add the buffer in which their gradient is received. Raises ``ModelError`` for a
+    configuration that cannot run.
     """
     mesh, policy = check.candidate.mesh, check.candidate.policy
     later = _not_executed(mesh, policy) if mesh.pp > 1 else 0
@@ -98,7 +98,8 @@ def _received_bytes(check: Check) -> int:
 
 
 def check_step(check: Check) -> StepFigures:
-    """Execute a configuration for its step time. Raises ``ModelError`` for what cannot be run."""
+    """Execute a configuration for its step time. Raises ``ModelError`` for a configuration that cannot
+    run."""
     return step_figures(check.model, check.candidate.mesh, check.candidate.policy, check.cluster)
 
 
@@ -138,7 +139,7 @@ class Variant:
 
 
 def prefetches(best: Candidate, request: PlanRequest) -> list[Variant]:
-    """Return a configuration with explicit prefetching of other depths, where none is fixed."""
+    """Return a configuration with explicit prefetching of other depths, if no depth is fixed."""
     gathers = best.mesh.fsdp_size > 1 and best.mesh.pp == 1
     if not gathers or any(name in request.fixed_policy for name in _DEPTHS):
         return []
@@ -150,17 +151,18 @@ def prefetches(best: Candidate, request: PlanRequest) -> list[Variant]:
 
 
 def prefetching_can_matter(best: Scored, kinds: int) -> bool:
-    """Whether a gather may begin earlier than FSDP2 alone begins it.
+    """Whether a gather may begin earlier than FSDP2's default.
 
-    It does where the host is late, or where blocks of several kinds let a long gather hide behind more than
-    one block. Else the host runs ahead, and the next gather begins as the one before has been copied out.
+    It may if the host is late, or if blocks of several kinds let a long gather overlap more than one
+    block. Otherwise the host runs ahead, and the next gather begins when the previous one has been copied
+    out.
     """
     least = _LEAST_FRAC * best.step_ns
     return best.host_ns > least or (kinds > 1 and best.exposed_ns > least)
 
 
 def variants(best: Candidate, request: PlanRequest) -> list[Variant]:
-    """Return what else to try on a configuration, without what is fixed or what it has already."""
+    """Return further options to try on a configuration, without those that are fixed or already set."""
     tried: dict[str, Any] = {}
     if not best.policy.compile:
         tried["compile"] = True

@@ -50,7 +50,7 @@ class Score:
     """Waiting for a host that issues too slowly."""
     bubble_ns: int
     model_flops: int
-    """Of all micro-batches of this rank, what cp and tp share counted once."""
+    """Of all micro-batches of this rank; tokens that cp and tp share are counted once."""
     moved_ns: int = 0
     """The part of ``compute_ns`` that only moves parameters and gradients: copies, additions, the update."""
 
@@ -74,7 +74,7 @@ class Score:
 
 @dataclass(slots=True)
 class _Sums:
-    """Nanoseconds of a step, added up block by block."""
+    """Nanoseconds of a step, summed block by block."""
 
     compute: float = 0.0
     recompute: float = 0.0
@@ -87,7 +87,7 @@ class _Sums:
 
     @property
     def host(self) -> float:
-        """Waiting for the host: it runs ahead of the device where it can, and into the next step."""
+        """Time waiting for the host, which runs ahead of the device if it can, and into the next step."""
         return max(0.0, self.issued - self.compute - self.exposed - self.sent)
 
     @property
@@ -110,9 +110,10 @@ class _Traffic:
     reduced: int
     """Beside a reduce-scatter."""
     accumulated: int
-    """Adding a micro-batch's gradients to those that are kept unsharded."""
+    """Adding a micro-batch's gradients to the unsharded accumulated ones."""
     widened: int
-    """Casting the first micro-batch's to the dtype that they are kept in, and copying it wider at the end."""
+    """Casting the first micro-batch's gradients to the dtype they are kept in, and to a wider one at the
+    end."""
 
 
 class FastModel:
@@ -132,7 +133,7 @@ class FastModel:
         self._sizes = lru_cache(maxsize=1 << 14)(self._sizes_of)
 
     def score(self, candidate: Candidate) -> Score:
-        """Return memory and step time of a configuration. ``KeyError`` for one that no profile covers."""
+        """Return memory and step time of a configuration. ``KeyError`` if no profile covers it."""
         mesh, policy = candidate.mesh, candidate.policy
         plain = self._profiles[mesh.tp, mesh.ep, "none"]
         mix = self._mix(mesh, policy)
@@ -201,7 +202,7 @@ class FastModel:
     def _add_ends(
         self, sums: _Sums, mesh: MeshSpec, policy: PolicySpec, plain: BlockProfile, sizes: Sizes
     ) -> float:
-        """Add what is outside of the blocks, and the update, which is returned."""
+        """Add the parts outside the blocks, and the update, which is returned."""
         shape = (policy.batch_size, policy.seq_len // mesh.cp, mesh.cp)
         ends, exchanged, host = self._costs.ends((mesh.tp, mesh.ep, "none"), shape)
         stages = 1 if _has_both_ends(mesh, policy) else mesh.pp
@@ -225,7 +226,7 @@ class FastModel:
     def _edges(self, mesh: MeshSpec, policy: PolicySpec, plain: BlockProfile, sizes: Sizes) -> float:
         """Communication at the ends of a step: the root's collectives, the first gather, the last scatter.
 
-        Of groups of their own at the ends, those before the blocks.
+        If there are separate groups at the ends, those before the blocks.
         """
         gather_bytes, reduce_bytes = dtype_bytes(policy.compute_dtype), dtype_bytes(policy.gradient_dtype)
         root = sizes.root if len(policy.wrap) == 1 else sizes.root - sizes.kept_root
@@ -246,7 +247,7 @@ class FastModel:
         return counts.reductions * (sent + first.scatter) + counts.forward_gathers * (gathered + first.gather)
 
     def _copied_at_ends(self, mesh: MeshSpec, policy: PolicySpec, sizes: Sizes) -> float:
-        """FSDP's own kernels for what is outside of the blocks, as :class:`_Traffic` has them for a block."""
+        """FSDP's own kernels for modules outside the blocks, as :class:`_Traffic` has them for a block."""
         gathered, reduced = dtype_bytes(policy.compute_dtype), dtype_bytes(policy.gradient_dtype)
         counts = _counts(mesh, policy)
         moved, root = self._costs.moved, sizes.root
@@ -331,20 +332,20 @@ class FastModel:
 
 
 def _counts(mesh: MeshSpec, policy: PolicySpec) -> BlockCounts:
-    """How often FSDP gathers and reduces a block in a step."""
+    """The number of times FSDP gathers and reduces a block in a step."""
     reshard = policy.reshard != "never"
     return block_counts(policy.grad_accum, policy.sync, reshard=reshard, keep_between=mesh.pp > 1)
 
 
 def _widened(moved: Callable[[int], int], numel: int, gathered: int, reduced: int) -> int:
-    """Nanoseconds of a cast to a wider dtype, and of what is read more of it when it is reduced."""
+    """Nanoseconds of a cast to a wider dtype, and of the additional reads when it is reduced."""
     if reduced == gathered:
         return 0
     return moved(numel * (gathered + reduced)) + moved(numel * abs(reduced - gathered))
 
 
 def _has_both_ends(mesh: MeshSpec, policy: PolicySpec) -> bool:
-    """Whether a rank has what is before the blocks and what is after them."""
+    """Whether a rank has the modules before the blocks and those after them."""
     return mesh.pp == 1 or all(has_ends(policy.pp_schedule, mesh.pp, policy.pp_stage))
 
 
@@ -372,7 +373,7 @@ def _passes(
 
 
 def _groups(kind: BlockKind, mesh: MeshSpec, dim: int) -> list[tuple[int, str]]:
-    """Elements that FSDP gathers of a block, by the dimension that they are sharded over."""
+    """Elements that FSDP gathers for a block, by the dimension that they are sharded over."""
     dense = padded_numel(kind.dense, mesh.fsdp_size)
     if not kind.experts:
         return [(dense, "fsdp")]

@@ -35,7 +35,7 @@ from fsdp2prof.estimators.verdict.memory_notes import outside_allocator_bytes
 Layout = tuple[int, int, str]
 """tp, ep and the way to checkpoint, of which there is a profile."""
 Shape3 = tuple[int, int, int]
-"""Batch size, sequence length of a rank, and context-parallel ranks."""
+"""Batch size, a rank's sequence length, and context-parallel ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +190,9 @@ _UNIT = 100_000
 
 
 def bubble_ns(mesh: MeshSpec, policy: PolicySpec, each_ns: float, split: tuple[float, float]) -> float:
-    """Return what the schedule adds to a rank's work of ``each_ns`` a micro-batch.
+    """Return the time that the schedule adds to a rank's work of ``each_ns`` per micro-batch.
 
-    ``split``: the forward's share of it, and of the backward the weights' share.
+    ``split``: the forward's share of that work, and the weights' share of the backward.
     """
     if mesh.pp == 1:
         return 0.0
@@ -217,21 +217,21 @@ class Sizes:
     """Elements of a model's parameters on the ranks of a mesh."""
 
     layers: int
-    """Blocks of a rank."""
+    """Blocks of one rank."""
     blocks: int
     """Gathered, of all its blocks."""
     widest: int
-    """Gathered, of the widest block; of its experts what one rank gathers."""
+    """Gathered bytes of the widest block; of its experts those that one rank gathers."""
     root: int
-    """Gathered, of what is outside the blocks."""
+    """Gathered bytes outside the blocks."""
     kept_root: int
     """Elements of ``root`` that are gathered at the loss."""
     shard: int
     """Elements of one rank's shard."""
     widest_shard: int
-    """Elements of one rank's shard of the widest block, or of what is outside of the blocks."""
+    """Elements of one rank's shard of the widest block, or of the modules outside the blocks."""
     has_loss: bool
-    """Whether the rank has what comes after the blocks."""
+    """Whether the rank has the modules after the blocks."""
 
 
 def reserved_bytes(
@@ -302,7 +302,8 @@ def _neighbours(ranks: int, schedule: PipelineSchedule, stage: int) -> int:
 
 
 def _at_loss(profile: BlockProfile, tokens: float) -> float:
-    """Bytes reserved for head and loss beside what blocks save; ``tokens`` in multiples of the probe's."""
+    """Bytes reserved for head and loss in addition to the blocks' saved tensors; ``tokens`` as a multiple
+    of the probe's."""
     held = (one.of_tokens * tokens + one.of_parameters for one in profile.held_at_loss)
     return max(held) + profile.unused_bytes * tokens
 

@@ -36,15 +36,15 @@ _MOST_NAMED = 4
 
 
 def equal_within(error: FastPathError) -> float:
-    """Return the difference of two steps that the search cannot tell from none: its own largest error."""
+    """Return the smallest difference of two steps that the search can resolve: its own largest error."""
     known = (abs(one) for one in (error.step_low_frac, error.step_high_frac) if one is not None)
     return max(_ALIKE, *known, _ALIKE)
 
 
 def why_it_lost(one: Scored, winner: Scored | None, request: PlanRequest, equal_frac: float = _ALIKE) -> str:
-    """Say by how much memory it misses, or what it spends more time on than the winner.
+    """Report by how much memory a configuration misses, or where it spends more time than the winner.
 
-    A difference below ``equal_frac`` from what only the search scored is called equal.
+    A difference below ``equal_frac`` from a configuration that only the search scored is called equal.
     """
     if winner is not None and one.candidate == winner.candidate:
         return "the winner"
@@ -77,7 +77,7 @@ def _numbers_of(one: Scored) -> tuple[object, ...]:
 
 
 def what_it_wins(one: Scored, winner: Scored | None, request: PlanRequest) -> str:
-    """Say what the best configuration in another precision takes less than the winner."""
+    """Report the memory or time that the best configuration in another precision saves against the winner."""
     over = one.total_bytes - request.limit_bytes
     if over > 0:
         return f"{format_bytes(over)} over"
@@ -97,9 +97,10 @@ def _as_fast(one: Scored, winner: Scored) -> str:
 
 
 def _spent(one: Scored, winner: Scored, request: PlanRequest) -> str:
-    """Name what takes more time than in the winner and what takes less, in parts of the winner's step.
+    """Name the parts that take more time than in the winner and those that take less, as shares of the
+    winner's step.
 
-    What is named adds up to the difference, to a tenth of a percent.
+    The named parts add up to the difference, within a tenth of a percent.
     """
     mine, theirs = time_parts(one), time_parts(winner)
     tenths = {name: round(1000 * (mine[name] - theirs[name]) / winner.step_ns) for name in mine}
@@ -134,10 +135,10 @@ def _called(part: str, one: Scored, request: PlanRequest) -> str:
 
 
 def time_parts(one: Scored) -> dict[str, float]:
-    """Return what a step's nanoseconds go to; they sum to the step.
+    """Return the parts of a step in nanoseconds; they sum to the step.
 
-    What the engine does not tell apart is divided as the search has it: exposed communication, and how much
-    of the kernels' time is recomputation.
+    Parts that the engine does not separate are divided as in the search: exposed communication, and the
+    recomputation share of the kernels' time.
     """
     fast = one.fast
     parallel = fast.exposed_parallel_ns / max(1, fast.exposed_ns)
@@ -168,8 +169,11 @@ def outcome(
     simplest: Scored | None,
     search: PlanSearch,
 ) -> Plan:
-    """Return the result of a search: ``found`` is ranked, ``shown`` are changes that cannot win, nor can
-    ``precisions``; ``notes`` say what else was tried. ``simplest`` is about as fast as the winner."""
+    """Return the result of a search.
+
+    ``found`` is ranked; ``shown`` and ``precisions`` are changes that cannot win; ``notes`` say which
+    other options were tried. ``simplest`` is about as fast as the winner.
+    """
     fitting = [one for one in found if one.total_bytes <= request.limit_bytes]
     parameters = sum(parameter.numel() for parameter in model.module.parameters())
     point = None if winner is None else _point(winner, request)
@@ -426,7 +430,7 @@ def _network(request: PlanRequest) -> list[str]:
 
 
 def room(one: Scored, request: PlanRequest) -> Room:
-    """The room that a configuration leaves of what it may take."""
+    """The memory that a configuration leaves free of its limit."""
     hardware, free = request.cluster.hardware.name, request.reserve_frac
     return Room(
         device=f"{hardware} with {free:.0%} left free" if free else hardware,
@@ -438,7 +442,7 @@ def room(one: Scored, request: PlanRequest) -> Room:
 
 
 def budget(point: PlanPoint | None, request: PlanRequest) -> PlanAnswer | None:
-    """Say what a training of so many tokens takes, and whether a budget pays for it."""
+    """Report the cost of a training with that number of tokens, and whether a budget covers it."""
     if point is None or (request.tokens is None and request.budget_gpu_hours is None):
         return None
     each = point.gpu_hours_per_billion_tokens

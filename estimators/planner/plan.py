@@ -44,7 +44,7 @@ _CONFIRMATIONS = 6
 
 @dataclass
 class Planning:
-    """A search under way: what makes its result, also when it is interrupted."""
+    """A search in progress: the data of its result, also when it is interrupted."""
 
     request: PlanRequest
     engine: Engine = in_this_process
@@ -61,10 +61,11 @@ class Planning:
     simplest: Scored | None = None
     """Configuration with fewer kinds of parallelism that is about as fast as the best."""
     notes: list[str] = field(default_factory=list)
-    """Options that were tried beside the search, and those that were not."""
+    """Options that were tried in addition to the search, and those that were not."""
 
     def run(self, *, refine: bool = False) -> None:
-        """Search, confirm, and ``refine`` if asked. Raises ``ModelError`` for what cannot be fulfilled."""
+        """Search, confirm, and ``refine`` if requested. Raises ``ModelError`` for a request that cannot be
+        met."""
         self.profile()
         self.find()
         self.confirm()
@@ -76,7 +77,8 @@ class Planning:
         self.complete = True
 
     def prefetch(self, *, refine: bool = False) -> None:
-        """Let the engine try explicit prefetching on the best, where it can matter or to ``refine``."""
+        """Let the engine try explicit prefetching on the best configuration, if it can matter or to
+        ``refine``."""
         best = self._best_that_fits()
         tried = [] if best is None else prefetches(best.candidate, self.request)
         if best is None or not tried:
@@ -104,7 +106,8 @@ class Planning:
         )
 
     def refine(self) -> None:
-        """Let the engine try on the best what the search does not see, and confirm other precisions."""
+        """Let the engine try options that the search does not see on the best configuration, and confirm
+        other precisions."""
         best = self._best_that_fits()
         if best is None:
             return
@@ -137,7 +140,7 @@ class Planning:
         return None if best is None or best.total_bytes > self.request.limit_bytes else best
 
     def _try(self, tried: Sequence[Variant], best: Scored) -> None:
-        """Note what the engine says of variants of the best; what it cannot run is left out."""
+        """Note the engine's results for variants of the best; variants that cannot run are left out."""
         made = [self._confirmed(one.candidate, best.fast) for one in tried]
         self.refined += [
             (scored, one.only_shown) for one, scored in zip(tried, made, strict=True) if scored is not None
@@ -147,7 +150,7 @@ class Planning:
         return Check(model=self.request.model, candidate=candidate, cluster=self.request.cluster)
 
     def _confirmed(self, candidate: Candidate, fast: Score) -> Scored | None:
-        """Return a configuration with the engine's numbers; ``None`` for one that it cannot run."""
+        """Return a configuration with the engine's numbers; ``None`` if it cannot run."""
         check = self._check(candidate)
         memory, step = self.ran([(check_memory, check), (check_step, check)])
         if isinstance(memory, ModelError) or isinstance(step, ModelError):
@@ -196,7 +199,7 @@ class Planning:
         return self.engine(calls)
 
     def confirm(self) -> None:
-        """Let the engine run the best until the best is one that it ran."""
+        """Let the engine run the best configuration, until the best is one that it has run."""
         assert self.search is not None
         for _ in range(_CONFIRMATIONS):
             found = ranked(self.request, self.all())
@@ -217,11 +220,12 @@ class Planning:
         return self._first(found, lambda one: one.total_bytes)
 
     def perhaps(self, found: Sequence[Scored]) -> Scored | None:
-        """Return the first that may fit, by what is not known."""
+        """Return the first that may fit, given the unknowns."""
         return self._first(found, lambda one: one.total_low_bytes)
 
     def chosen(self, found: Sequence[Scored]) -> Scored | None:
-        """Return the best of a ranking that the engine ran, else of the search; what surely fits first."""
+        """Return the best of a ranking that the engine ran, otherwise of the search; those that certainly
+        fit first."""
         ran = [one for one in found if one.confirmed]
         return self.winner(ran) or self.winner(found) or self.perhaps(ran) or self.perhaps(found)
 
@@ -243,7 +247,7 @@ class Planning:
         return [*found, *(scored for scored, only_shown in self.refined if not only_shown)]
 
     def plan(self) -> Plan:
-        """Return the result of what was searched so far. Raises ``ModelError`` if that is nothing."""
+        """Return the result of the search so far. Raises ``ModelError`` if there is none."""
         found = ranked(self.request, self.all())
         if not found:
             raise ModelError("plan: interrupted before the first configuration was scored")

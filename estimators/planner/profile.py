@@ -96,7 +96,7 @@ class BlockKind:
     saved_bytes: int
     """From its forward to its backward, at the probe's tokens."""
     peak_bytes: int
-    """Its backward needs beside what it saved, at the probe's tokens."""
+    """Memory of its backward in addition to its saved tensors, at the probe's tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,8 +124,8 @@ class BlockProfile:
     """Elements of the probe's shard."""
     model_flops_ends: int
     held_at_loss: tuple[Held, Held]
-    """Alive at the loss beside what the blocks saved, at the probe's tokens: when most is that grows with
-    them, and when most is that does not."""
+    """Alive at the loss in addition to the blocks' saved tensors, at the probe's tokens: at the peak of
+    the memory that grows with the tokens, and at the peak of the memory that does not."""
     unused_bytes: int
     """Reserved but unused bytes at the loss, at the probe's tokens."""
     pool_bytes: int
@@ -214,7 +214,7 @@ def element_bytes(policy: PolicySpec) -> tuple[int, int, int]:
 def repeated_kinds(model: Model) -> dict[int, int]:
     """Return one block of each kind with the number of its kind; the first does not repeat.
 
-    Each block before the repeating ones is a kind of its own; one whole period covers the others.
+    Each block before the repeating ones is a separate kind; one whole period covers the others.
     """
     blocks, start, period = len(model.blocks), model.pattern.start, model.pattern.period
     first = max(start, 1)
@@ -297,7 +297,7 @@ def _head_apart(parts: Sequence[Part], last: str) -> list[Part]:
 
 
 def _split(outside: Sequence[list[Command]]) -> tuple[list[Command], list[Command]]:
-    """Part what lies outside of blocks into the model's own work and the update of the parameters."""
+    """Split the work outside blocks into the model's own work and the update of the parameters."""
     ends = [command for part in outside[:-1] for command in part]
     last = outside[-1]
     cut = next(
@@ -366,7 +366,7 @@ class Held:
 
 
 class Alive:
-    """The last step of an execution, asked for what is alive in it. All sizes are bytes."""
+    """The last step of an execution, with queries for its live memory. All sizes are bytes."""
 
     def __init__(self, prediction: MemoryPrediction, blocks: Sequence[str]) -> None:
         recording = prediction.recording
@@ -398,8 +398,9 @@ class Alive:
         return max(0, most - sum(map(self.saved, blocks)))
 
     def at_loss(self) -> tuple[Held, Held]:
-        """What is alive between the blocks' forward and their backward beside states and the gathered root:
-        when most is that grows with the tokens, and when most is that does not."""
+        """Alive between the blocks' forward and their backward, in addition to states and the gathered
+        root: at the peak of the memory that grows with the tokens, and at the peak of the memory that does
+        not."""
         instants = self._born[(self._born >= self._begin) & (self._born <= self._end)]
         tokens = self._totals(instants, self._default & self._token_sized)
         others = self._default & ~(self._states | self._root_gathered | self._token_sized)
@@ -425,10 +426,9 @@ _MOST = 2
 
 
 def units_of_ends(model: Model) -> tuple[str, ...] | None:
-    """Return ``wrap`` with a group for each module before the blocks and one for all that come after.
+    """Return ``wrap`` with a group for each module before the blocks and one for all modules after them.
 
-    ``None`` where there is nothing on a side, where a parameter is shared between them, or where there are
-    other towers.
+    ``None`` if one side has no modules, if they share a parameter, or if there are other towers.
     """
     if not model.blocks or model.towers:
         return None

@@ -114,9 +114,9 @@ def _flags(request: PlanRequest, one: Candidate) -> str:
 
 
 def _titan_sections(request: PlanRequest, one: Candidate) -> dict[str, dict[str, object]]:
-    """Settings that every torchtitan has.
+    """Settings of every torchtitan version.
 
-    A pipeline divides its local batch into micro-batches of its own; without one the rest of the global batch
+    A pipeline divides its local batch into micro-batches; without a pipeline the rest of the global batch
     is accumulated.
     """
     mesh, policy = one.mesh, one.policy
@@ -174,7 +174,7 @@ def _torchtitan_note(one: Candidate, *, newer: bool = False) -> str:
 
 
 def _for_accelerate(request: PlanRequest, one: Candidate) -> list[Recipe]:
-    """Return no settings for what accelerate cannot run: pipelines and expert parallelism."""
+    """Return no settings for techniques that accelerate cannot run: pipelines and expert parallelism."""
     if one.mesh.pp > 1 or one.mesh.ep > 1:
         return []
     return [Recipe(tool="accelerate", text=_accelerate(request, one), note=_accelerate_note(one))]
@@ -259,9 +259,10 @@ def _fully_shard(one: Candidate) -> str:
 
 
 def _dimensions(mesh: MeshSpec) -> dict[str, int]:
-    """Dimensions of a device mesh, those of one rank left out; what FSDP shards over is always there.
+    """Dimensions of a device mesh, without those of one rank; the dimension that FSDP shards over is
+    always included.
 
-    Context parallelism's ranks are a part of what FSDP shards over.
+    Context parallelism's ranks are a part of the ranks that FSDP shards over.
     """
     sizes = mesh.sizes()
     cp = sizes.pop("cp")
@@ -288,7 +289,7 @@ def _context_parallel(mesh: MeshSpec) -> list[str]:
 
 
 def _divided_first(one: Candidate) -> list[str]:
-    """Lines on what divides a model before FSDP shards it."""
+    """Lines for the techniques that divide a model before FSDP shards it."""
     mesh, policy = one.mesh, one.policy
     lines = []
     if mesh.pp > 1:
@@ -324,7 +325,7 @@ def _placed(one: Candidate) -> str:
 
 
 def _ends(policy: PolicySpec, block: str) -> list[str]:
-    """Calls for what is outside of the blocks; under torchtitan's rule the last of them stays gathered."""
+    """Calls for modules outside the blocks; under torchtitan's rule the last of them stays gathered."""
     units = policy.wrap[1:]
     lines = []
     for unit in units:

@@ -52,7 +52,7 @@ class Candidate:
 class PlanRequest:
     """Model, cluster, batch and limits of a plan.
 
-    Raises ``ModelError`` for what no configuration can fulfil.
+    Raises ``ModelError`` for a request that no configuration can meet.
     """
 
     model: ModelSpec
@@ -142,10 +142,12 @@ def family_of(mesh: MeshSpec) -> str:
 
 
 Call: TypeAlias = tuple[Callable[[Any], Any], Any]
-"""A function of the engine and what it is given."""
+"""A function of the engine and its arguments."""
 Engine: TypeAlias = Callable[[Sequence[Call]], list[Any]]
-"""Runs the execution engine on several inputs, at once where there are processes for it. Returns the results
-of all calls, in order; a call that cannot run returns its ``ModelError``."""
+"""Runs the execution engine on several inputs, in parallel if there are processes for it.
+
+Returns the results of all calls, in order; a call that cannot run returns its ``ModelError``.
+"""
 
 
 def in_this_process(calls: Sequence[Call]) -> list[Any]:
@@ -154,7 +156,7 @@ def in_this_process(calls: Sequence[Call]) -> list[Any]:
 
 
 def run_one(call: Call) -> Any:
-    """Return what a call does, or the ``ModelError`` that it raises."""
+    """Return the result of a call, or the ``ModelError`` that it raises."""
     function, item = call
     try:
         return function(item)

@@ -26,7 +26,7 @@ _MAX_CP = 16
 _MAX_BATCH = 32
 _EVERY = (2, 4)
 _SEVERAL_STAGES = (Interleaved(2), ZeroBubble(2), "zbv")
-"""Schedules of two stages a rank."""
+"""Schedules with two stages per rank."""
 
 
 def meshes(request: PlanRequest, model: Model) -> Iterator[MeshSpec]:
@@ -127,7 +127,7 @@ def _expert_ranks(request: PlanRequest, model: Model, ranks: int, tp: int) -> li
 
 
 def _experts(model: Model) -> int:
-    """Experts of a layer; 1 where it has none."""
+    """Experts of a layer; 1 if it has none."""
     shapes = _expert_shapes(model)
     return shapes[0][0] if shapes else 1
 
@@ -139,7 +139,7 @@ def _expert_shapes(model: Model) -> list[tuple[int, ...]]:
 
 
 def _expert_shards(model: Model, mesh: MeshSpec) -> tuple[str, ...]:
-    """Ways to shard stacked experts: also along their hidden dimension, where there are too few of them."""
+    """Ways to shard stacked experts: also along their hidden dimension, if there are too few of them."""
     count = _experts(model)
     if count == 1 or mesh.ep > 1 or count % mesh.fsdp_size == 0:
         return ("auto",)
@@ -148,7 +148,8 @@ def _expert_shards(model: Model, mesh: MeshSpec) -> tuple[str, ...]:
 
 
 def _schedules(request: PlanRequest, model: Model, mesh: MeshSpec, micro_batches: int) -> tuple[Any, ...]:
-    """One stage a rank, and two where layers and micro-batches divide so; a backward whole, or in parts."""
+    """One stage per rank, and two if layers and micro-batches divide accordingly; a backward whole, or in
+    parts."""
     if mesh.pp == 1 or model.config is None:
         return ("1f1b",)
     rounds = micro_batches % max(1, micro_batches // mesh.pp) == 0
@@ -195,14 +196,15 @@ to each other than this (docs/accuracy.md)."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """A configuration with what it takes: by the engine where ``confirmed``, else by the fast path."""
+    """A configuration with its memory and time: by the engine if ``confirmed``, otherwise by the fast
+    path."""
 
     candidate: Candidate
     fast: Score
     """As the fast path has it, uncorrected."""
     reserved_bytes: int
     total_low_bytes: int
-    """With what no allocator counts, all that is not known at its low end."""
+    """Including memory that no allocator counts, with every unknown at its low end."""
     total_bytes: int
     """The same at its high end."""
     step_ns: int
@@ -229,12 +231,12 @@ class Scored:
 
 @dataclass
 class Correction:
-    """The engine's numbers over the fast path's, on the configurations where both are known.
+    """The ratio of the engine's numbers to the fast path's, on the configurations with both.
 
-    A configuration that was confirmed has the engine's numbers. Another one is scaled by the ratio of the
-    confirmed one that is most like it (tensor parallelism, checkpointing, resharding, sync), else of none.
-    How wide the range of its peak is, is the confirmed one's also where nothing else is alike.
-    What their steps spend on communication, bubble and host then differs as the search has it.
+    A confirmed configuration has the engine's numbers. Any other is scaled by the ratio of the most
+    similar confirmed one (tensor parallelism, checkpointing, resharding, sync), if there is one. The width
+    of its peak's range is the confirmed one's even if nothing else is similar. The difference of their
+    steps in communication, bubble and host is the search's.
     """
 
     known: dict[Candidate, Scored] = field(default_factory=dict)
@@ -269,15 +271,17 @@ class Correction:
         )
 
     def _most_like(self, candidate: Candidate, *, anywhere: bool = False) -> Scored | None:
-        """Return the confirmed one that is most like a candidate, also of ``anywhere`` if that is allowed."""
+        """Return the confirmed configuration that is most like a candidate, also of ``anywhere`` if
+        allowed."""
         best = max(self.known.values(), key=lambda one: _likeness(one.candidate, candidate), default=None)
         return best if best is not None and (anywhere or _likeness(best.candidate, candidate)) else None
 
 
 def _idle_parts(fast: Score, best: Scored | None, ratio: float) -> tuple[int, int, int]:
-    """Exposed, bubble and host of a step: the engine's in the configuration most like it, and the difference.
+    """Exposed, bubble and host of a step: the engine's in the most similar configuration, plus the
+    difference.
 
-    Scaled alone they would give what the search has wrong in both to the difference of the two.
+    If they were only scaled, the search's errors in both would go into the difference of the two.
     """
     mine = (fast.exposed_ns, fast.bubble_ns, fast.host_ns)
     exposed, bubble, host = (part * ratio for part in mine)
@@ -299,7 +303,7 @@ def _likeness(one: Candidate, other: Candidate) -> int:
 
 
 class Search:
-    """Scores configurations and keeps what may be asked about them."""
+    """Scores configurations and keeps the results for later queries."""
 
     def __init__(self, request: PlanRequest, fast: FastModel, correction: Correction) -> None:
         self.request = request
@@ -315,16 +319,16 @@ class Search:
                 progress(len(self.scores))
 
     def all(self) -> list[Scored]:
-        """Return every configuration, corrected by what the engine said."""
+        """Return every configuration, corrected by the engine's numbers."""
         return [self.correction.apply(candidate, score) for candidate, score in self.scores.items()]
 
     def fits(self, scored: Scored) -> bool:
-        """Whether it leaves the headroom that was asked for."""
+        """Whether it leaves the requested headroom."""
         return scored.total_bytes <= self.request.limit_bytes
 
 
 def ranked(request: PlanRequest, found: Iterable[Scored]) -> list[Scored]:
-    """Order configurations by the objective, the best first; what does not fit comes last, nearest first."""
+    """Order configurations by the objective, best first; those that do not fit come last, closest first."""
 
     def key(scored: Scored) -> tuple[bool, float, int]:
         fits = scored.total_bytes <= request.limit_bytes
@@ -338,7 +342,7 @@ def ranked(request: PlanRequest, found: Iterable[Scored]) -> list[Scored]:
 def simplest(found: Iterable[Scored], best: Scored, request: PlanRequest) -> Scored | None:
     """Return the configuration with the fewest kinds of parallelism that is about as fast as ``best``.
 
-    Of several the fastest; None where none has fewer than ``best``.
+    If there are several, the fastest; None if none has fewer than ``best``.
     """
     slowest = best.step_ns * (1 + _ABOUT_AS_FAST)
     about = [one for one in found if one.total_bytes <= request.limit_bytes and one.step_ns <= slowest]
@@ -354,7 +358,7 @@ def _kinds(one: Scored) -> tuple[int, bool, bool]:
 
 
 def pareto_front(found: Iterable[Scored]) -> list[Scored]:
-    """Return what no other configuration beats in both memory and speed, the smallest first."""
+    """Return the configurations that no other beats in both memory and speed, smallest first."""
     front: list[Scored] = []
     for scored in sorted(found, key=lambda one: (one.total_bytes, one.step_ns)):
         if not front or scored.step_ns < front[-1].step_ns:

@@ -75,7 +75,7 @@ class ShardedParameter:
         return self.shard_rows(rank) * _product(self.shape[1:])
 
     def shard_numels(self) -> list[tuple[int, int]]:
-        """Elements of a shard and how many shards have as many; empty ones are left out."""
+        """Elements of a shard and the number of shards of that size, without empty ones."""
         if self.dim:
             return [(self.padded_shard_numel, self.shards)]
         rest = self.shape[0] % chunk_rows(self.shape[0], self.shards) * _product(self.shape[1:])
@@ -104,11 +104,12 @@ class ParameterGroup:
     """Groups it prefetches explicitly in backward; none leaves that to FSDP."""
     unshard_in_backward: bool = True
     is_expert: bool = False
-    """Its parameters are experts with a mesh of their own."""
+    """Its parameters are experts with a separate mesh."""
 
 
 def freeze(model: Model, policy: PolicySpec) -> None:
-    """Freeze what ``policy.trainable`` does not match beside adapters, and what the batches do not reach.
+    """Freeze parameters that ``policy.trainable`` does not match (except adapters) or that the batches do
+    not reach.
 
     Raises ``ModelError`` if no parameter stays trainable.
     """
@@ -180,7 +181,7 @@ def parameter_groups(model: Model, mesh: MeshSpec, policy: PolicySpec) -> tuple[
 def shard_dim(shape: Sequence[int], shards: int, policy: PolicySpec, *, apart: bool) -> int:
     """Dimension on which FSDP shards an expert parameter of ``shape`` over ``shards`` ranks.
 
-    ``apart``: expert parallelism deals the experts out, and ``shape`` is of this rank's.
+    ``apart``: expert parallelism distributes the experts, and ``shape`` is that of this rank's.
     """
     if policy.expert_shards == "auto":
         return int(apart and shards > shape[0])

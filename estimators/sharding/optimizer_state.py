@@ -1,4 +1,4 @@
-"""Optimizer state by arithmetic: what torch's optimizers keep of a parameter."""
+"""Calculated optimizer state: the state that torch's optimizers keep for a parameter."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
 
 
 def optimizer_state_bytes(policy: PolicySpec, shape: tuple[int, ...], dtype: str) -> int:
-    """Bytes of state for one parameter of ``shape`` (whole or a shard), its step counter left out.
+    """Bytes of state for one parameter of ``shape`` (whole or a shard), without its step counter.
 
-    Raises ``ModelError`` for optimizers whose state nothing but running them tells.
+    Raises ``ModelError`` for optimizers whose state can only be found by running them.
     """
     kind = policy.optimizer_kind
     if isinstance(kind, OptimizerFactory):

@@ -42,7 +42,7 @@ class WrapUnit:
     fqns: tuple[str, ...]
     """Modules sharded together; ``("",)`` is the root."""
     reshard_after_forward: bool | int
-    """Argument of the same name, what ``None`` stands for written out: torch 2.7 does not know it."""
+    """Argument of the same name, with the meaning of ``None`` written out: torch 2.7 does not know it."""
     param_dtype: str | None
     reduce_dtype: str | None
     output_dtype: str | None
@@ -128,7 +128,7 @@ def names_a_block(policy: PolicySpec, blocks: Sequence[str]) -> bool:
 
 
 def _folded(items: Sequence[tuple[str, Any]], blocks: Sequence[str]) -> list[tuple[str, Any]]:
-    """Items with those that stand for all blocks alike as one pattern, in the first one's place."""
+    """Items, with those that stand for all blocks as one pattern, in place of the first one."""
     seen: dict[tuple[str, Any], set[str]] = {}
     for item, value in items:
         part = _block_part(item, blocks)
@@ -147,7 +147,7 @@ def _folded(items: Sequence[tuple[str, Any]], blocks: Sequence[str]) -> list[tup
 
 
 def _block_part(item: str, blocks: Sequence[str]) -> tuple[str, str] | None:
-    """A block and what follows it, if an item is a block's name or that of a module inside of one."""
+    """A block and the items after it, if an item is a block's name or that of a module inside a block."""
     depth = blocks[0].count(".") + 1 if blocks else 0
     head = ".".join(item.split(".")[:depth])
     return (head, item[len(head) :]) if head in blocks else None
@@ -177,7 +177,7 @@ def _ordered(model: Model, policy: PolicySpec, names: Mapping[str, nn.Module]) -
 def _kept_by_torchtitan(
     model: Model, order: Sequence[tuple[str, ...]], names: Mapping[str, nn.Module]
 ) -> frozenset[tuple[str, ...]]:
-    """Units that torchtitan does not reshard: what follows the last block, else the last block.
+    """Units that torchtitan does not reshard: those after the last block, otherwise the last block.
 
     Source: torchtitan ``apply_fsdp`` before and after #1094 (July 2025).
     """
@@ -216,7 +216,7 @@ def _values(
     names: Mapping[str, nn.Module],
     name: str,
 ) -> dict[tuple[str, ...], Any]:
-    """Units that have a value of their own."""
+    """Units with a value of their own."""
     found: dict[tuple[str, ...], Any] = {}
     known = frozenset(units)
     for item, value in _units_of(option):

@@ -23,7 +23,7 @@ class Event:
 
 @dataclass(slots=True)
 class Run:
-    """A stretch of the tape; ``ladder`` is null outside of every ladder."""
+    """A stretch of the tape; ``ladder`` is null outside any ladder."""
 
     key: object
     block: int | None
@@ -82,7 +82,7 @@ class Unrolling:
         self._copy_at: dict[tuple[object, int], Copy] = {}
         self._time = 0
         self.references: list[tuple[int, Copy]] = []
-        """Things that were born before a reference, and what it goes to, in order."""
+        """Things born before a reference, and the target of the reference, in order."""
 
     def run(self) -> list[Copy]:
         """Return the things of the deeper tape in order of birth. Raises :class:`CannotRepeatError`."""

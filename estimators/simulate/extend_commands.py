@@ -42,7 +42,7 @@ from fsdp2prof.estimators.simulate.program import (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of commands: one block's forward or backward, or what is between."""
+    """A stretch of commands: one block's forward or backward, or the commands in between."""
 
     commands: list[Command]
     ladder: int | None = None
@@ -118,9 +118,10 @@ def _ladders(commands: list[Command], found: list[tuple[int, int, str, int]], bl
 def _extended(
     first: list[Part], second: list[Part], blocks: Sequence[str], shallow: int, period: int
 ) -> list[Command]:
-    """Return the commands of a model of ``blocks`` by the parts of a capture with ``shallow`` of them.
+    """Return the commands of a model of ``blocks`` from the parts of a capture with ``shallow`` of them.
 
-    ``second`` are those with a period more: what lies outside of the blocks grows from one to the other.
+    ``second`` are the parts with one period more: the commands outside the blocks grow from one to the
+    other.
     """
     outside = [part.commands for part in second if part.ladder is None]
     if len(outside) != sum(part.ladder is None for part in first):
@@ -161,7 +162,7 @@ def _extended(
 
 
 def _grown(mine: list[Command], theirs: list[Command], periods: int) -> list[Command]:
-    """Extend what lies outside of the blocks."""
+    """Extend the commands outside the blocks."""
     ours, other = [_key(command) for command in mine], [_key(command) for command in theirs]
     made: list[Command] = []
     for tag, start, end, begin, stop in SequenceMatcher(None, ours, other, autojunk=False).get_opcodes():

@@ -54,7 +54,7 @@ class Collective:
     op: str
     """One of :data:`~fsdp2prof.vocabulary.OPS`."""
     group: str
-    """Communicator: what shares one runs in order."""
+    """Communicator: collectives that share one run in order."""
     mesh_dim: str
     group_size: int
     dtype: str
@@ -120,7 +120,7 @@ class Program:
     left_out: int = 0
     """Micro-batches that were not captured: each is like the second of the three that were."""
     guessed_fusion: str | None = None
-    """Why compiled blocks were captured uncompiled, and what the compiler fuses is guessed."""
+    """The reason compiled blocks were captured uncompiled, with the compiler's fusion guessed."""
 
 
 def has_experts(program: Program) -> bool:
@@ -147,7 +147,7 @@ def labelled(commands: Iterable[Command]) -> Iterator[tuple[Command, list[str]]]
 
 
 def in_backward(names: Iterable[str]) -> bool:
-    """Whether ranges of these names are around what a backward commands."""
+    """Whether ranges of these names enclose a backward's commands."""
     return any(name.startswith(AUTOGRAD_NODE) for name in names)
 
 

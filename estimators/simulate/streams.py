@@ -42,13 +42,13 @@ class Costs(Protocol):
     """From a launch to the earliest start."""
 
     def kernel_ns(self, kernel: Kernel) -> int:
-        """Time of a kernel that nothing disturbs; 0 for what launches nothing."""
+        """Time of a kernel without interference; 0 for commands that launch nothing."""
 
     def collective_ns(self, collective: Collective) -> int:
         """Time of a collective that nothing disturbs and for which no rank is late."""
 
     def link(self, collective: Collective) -> str:
-        """Name of the link a collective fills: those that share one share its bandwidth."""
+        """Name of the link that a collective uses: collectives on the same link share its bandwidth."""
 
     def slowdown(self, kernel: Kernel) -> float:
         """How much longer a kernel takes while a collective is in flight, as a fraction of its time."""
@@ -62,7 +62,7 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """When each command happened, by its position in the program; -1 for what runs only on the host."""
+    """Time of each command, by its position in the program; -1 for commands that run only on the host."""
 
     host_ns: IntArray
     """The host begins to issue it."""
@@ -86,8 +86,8 @@ def host_tail_ns(program: Program, timeline: Timeline) -> int:
 def simulate(program: Program, costs: Costs, *, repeats: int = 2) -> Timeline:
     """Run a program ``repeats`` times in a row and return the last run's times, from its first host time.
 
-    The runs before bring host and streams into the state of a steady step. Raises ``ModelError`` for one that
-    takes longer than anybody waits.
+    The earlier runs bring host and streams into the state of a steady step. Raises ``ModelError`` for a
+    program whose time is implausibly long.
     """
     state = _Simulation(program, costs, repeats)
     state.run()
@@ -146,7 +146,8 @@ class _Simulation:
         """Collectives of each communicator in the order of issue, the running one first."""
         self._running: dict[int, _Running] = {}
         self._events: dict[tuple[int, int], int] = {}
-        """(repeat, event) -> when it happened; -1 not yet. What was never recorded is over."""
+        """(repeat, event) -> time; -1 if not yet recorded. Waits for an event that is never recorded end
+        at once."""
         self._gates: dict[int, bool] = {}
         self._links: dict[str, int] = {}
         self._in_flight = 0
@@ -189,7 +190,7 @@ class _Simulation:
         self._queues[stream].append(position)
 
     def _wait_on_host(self, position: int, command: HostWait) -> int:
-        """Let the device go on until what the host waits for is done; return when."""
+        """Let the device continue until the host's wait is over; return that time."""
         if command.event >= 0:
             key = position // self._size, command.event
             self._advance(lambda: self._events.get(key, 0) >= 0)
@@ -212,9 +213,10 @@ class _Simulation:
             self._step_to(min(times))
 
     def _run_on(self) -> None:
-        """Let the one stream that computes go from kernel to kernel while nothing else can happen.
+        """Let the only compute stream run kernel after kernel while nothing else can happen.
 
-        The same as step by step, but faster: whatever else runs keeps its speed meanwhile.
+        The result is the same as step by step, but faster: other running commands keep their speed
+        meanwhile.
         """
         computing = [stream for stream, one in self._running.items() if not self._links_of(one)]
         if len(computing) != 1:
@@ -245,7 +247,7 @@ class _Simulation:
         return self._link[running.position % self._size]
 
     def _launches_to_come(self) -> list[int]:
-        """When the heads of idle streams are launched that wait for nothing else."""
+        """Launch times of the next commands of idle streams that wait for nothing else."""
         heads = [
             queue[0] for stream, queue in enumerate(self._queues) if queue and stream not in self._running
         ]
@@ -253,7 +255,7 @@ class _Simulation:
         return [time for time in times if time is not None and time > self._now]
 
     def _ready(self, position: int) -> int | None:
-        """When the head of a stream may start by what is known now; None if it waits for something."""
+        """Earliest start of the next command of a stream, as far as known; None if it waits for something."""
         command = self._program[position % self._size]
         if isinstance(command, Wait):
             happened = self._events.get((position // self._size, command.event), 0) >= 0
@@ -341,7 +343,7 @@ class _Simulation:
 
 
 def _length(command: Command, costs: Costs) -> int:
-    """Nanoseconds of an activity on its own; 0 for what the device does not run."""
+    """Nanoseconds of an activity alone; 0 for commands that the device does not run."""
     if isinstance(command, Collective):
         return max(1, costs.collective_ns(command))
     return costs.kernel_ns(command) if isinstance(command, Kernel) else 0

@@ -1,1 +1,2 @@
-"""Techniques of training beyond plain FSDP2, a room each: what they refuse, change and assume."""
+"""Techniques of training beyond plain FSDP2, one package or module each: what they refuse, change and
+assume."""

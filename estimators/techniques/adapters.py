@@ -30,7 +30,7 @@ class LoraLinear(nn.Module):
         self.runs = lora.runs
         self.scale = lora.alpha / lora.r
         self.left_out = False
-        """Transform as the frozen layer alone does."""
+        """Transform like the frozen layer without adapters."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position."""
@@ -65,12 +65,12 @@ _OF_EXPERTS = {"w1", "w2", "w3"}
 
 
 def with_adapters(model: Model, lora: Lora | None, orig_dtype: str, compute_dtype: str) -> Model:
-    """Put adapters of ``orig_dtype`` beside the targets, in place; the base gets the dtype asked for.
+    """Put adapters of ``orig_dtype`` beside the targets, in place; the base gets the requested dtype.
 
-    What is not quantized beside a quantized base is held in ``compute_dtype``.
+    Parameters of a quantized base that are not quantized have ``compute_dtype``.
 
-    As with PEFT, a name that only stacked experts have adapts nothing. Raises ``ModelError`` for a target
-    that no layer is named, and where nothing is adapted.
+    As in PEFT, a name that only stacked experts have adapts nothing. Raises ``ModelError`` for a target that
+    matches no layer, and if nothing is adapted.
     """
     if lora is None:
         return model
@@ -140,7 +140,7 @@ def _is_idle(fqn: str, model: Model) -> bool:
 
 
 def _hold_base_in(module: nn.Module, dtype: str) -> None:
-    """Replace all parameters but the adapters'; what modules share stays shared."""
+    """Replace all parameters except the adapters'; shared parameters stay shared."""
     held: dict[nn.Parameter, nn.Parameter] = {}
     for fqn, part in module.named_modules():
         for name, parameter in list(part.named_parameters(recurse=False)):

@@ -1,4 +1,4 @@
-"""What batches hold beside plain sequences: images, and several documents in one sequence."""
+"""Batches other than plain sequences: images, and several documents in one sequence."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ from fsdp2prof.estimators.techniques.technique import About, Technique
 
 
 class Checkpointing(Technique):
-    """What blocks save for their backward (``ac`` and what selects more of ``ac=op``)."""
+    """The tensors that blocks save for their backward (``ac`` and options that extend ``ac=op``)."""
 
     def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
-        """What is saved and recomputed beside the rule."""
+        """Tensors saved and recomputed in addition to the rule."""
         if about != "memory":
             return
         if policy.recomputes_attention:

@@ -1,4 +1,4 @@
-"""Compiled blocks: what the compiler leaves out of a captured step, and what is guessed of it."""
+"""Compiled blocks: the commands the compiler removes from a captured step, and which of them are guessed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Compilation(Technique):
     """``torch.compile`` of each block (``compile``)."""
 
     def change_program(self, program: Program, model: Model, mesh: MeshSpec, policy: PolicySpec) -> Program:
-        """Drop what only the eager host does in each block, and fuse there what its graph has not fused."""
+        """Drop commands that only eager mode has in each block, and fuse where its graph has not fused."""
         return _compiled(program, model.blocks) if policy.compile else program
 
 
 def _compiled(program: Program, blocks: tuple[str, ...]) -> Program:
-    """Drop what only the eager host does in each block, and fuse there what its graph has not fused."""
+    """Drop commands that only eager mode has in each block, and fuse where its graph has not fused."""
     made: list[Command] = []
     run: list[Kernel] = []
     for command, inside in within_blocks(program.commands, blocks):

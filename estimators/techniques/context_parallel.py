@@ -31,7 +31,7 @@ from fsdp2prof.estimators.techniques.technique import About, Technique
 
 _GROUP = "context parallel"
 _NARROW, _WIDE = 2, 4
-"""Bytes of an element of what attention computes in (bfloat16 or float16), and of what is merged."""
+"""Bytes of an element in attention's dtype (bfloat16 or float16), and in that of the merge."""
 
 
 class ContextParallel(Technique):
@@ -51,7 +51,7 @@ class ContextParallel(Technique):
         return with_context_parallel(program, mesh.cp, elements, fused=fused)
 
     def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
-        """What is left out of memory, and how the ring is costed."""
+        """Effects left out of memory, and the costs of the ring."""
         if about == "memory" and mesh.cp > 1:
             yield (
                 f"context parallelism as analysed: each rank runs its {policy.seq_len // mesh.cp} of "
@@ -114,7 +114,7 @@ def ring_merges(work: Work, cp: int, kv: int, *, fused: bool) -> list[tuple[str,
 
 
 def _forward(rows: int, cp: int, kv: int, *, fused: bool) -> list[tuple[str, int]]:
-    """Operators and the bytes that each moves; ``rows``: elements of what attention returns."""
+    """Operators and the bytes that each moves; ``rows``: elements of attention's output."""
     packed = [("cat", 2 * _NARROW * kv)] * (cp - 1)
     cast = ("to", (_NARROW + _WIDE) * rows)
     merged = [("sub", 3 * _WIDE * rows), ("mul", 2 * _WIDE * rows), ("sub", 3 * _WIDE * rows)]

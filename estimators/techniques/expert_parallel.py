@@ -1,4 +1,4 @@
-"""Experts dealt out over the ranks of ``ep``, with a mesh of their own for FSDP2."""
+"""Experts distributed over the ranks of ``ep``, with a separate mesh for FSDP2."""
 
 from __future__ import annotations
 

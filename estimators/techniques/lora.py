@@ -1,4 +1,4 @@
-"""Low-rank adapters: what they go with, and where they are put."""
+"""Low-rank adapters: the options they combine with, and the modules they are added to."""
 
 from __future__ import annotations
 

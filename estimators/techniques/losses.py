@@ -16,7 +16,7 @@ class Losses(Technique):
     """How the loss is computed of the hidden states (``loss``, ``keep_logits``, ``loss_parallel``)."""
 
     def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
-        """Refuse losses in pieces on a pipeline's last stage, and those that need a head that is divided."""
+        """Refuse chunked losses on a pipeline's last stage, and those that need a head that is divided."""
         if mesh.pp > 1 and policy.loss_in_pieces:
             raise ModelError(
                 f"loss={policy.loss} on a pipeline's last stage is not modelled: use loss=full, which takes "
@@ -43,7 +43,7 @@ class Losses(Technique):
             )
 
     def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
-        """What is held of logits."""
+        """The logits that are kept."""
         if about == "memory" and policy.keep_logits is not None:
             yield (
                 "the script holds the logits "
@@ -69,7 +69,7 @@ class SecondModels(Technique):
             )
 
     def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
-        """What runs, and with what."""
+        """The extra models that run, and how."""
         for extra in policy.other_models:
             yield (
                 f"{extra.source} ({extra.role}) runs forward only, without gradients, before each "

@@ -1,4 +1,4 @@
-"""Pipelines: the stage that a rank builds, what its schedule asks, and how much of it is under way."""
+"""Pipelines: the stage that a rank builds, its schedule, and the number of micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
 
 
 def _cut_builtin(model: Model, kept: tuple[int, ...], *, is_first: bool, is_last: bool) -> frozenset[str]:
-    """Leave the ``kept`` layers of a built-in model, and the ends that it has; return what is not there."""
+    """Leave the ``kept`` layers of a built-in model, and its ends if included; return the modules that are
+    absent."""
     from torch import nn
 
     assert model.config is not None
@@ -128,7 +129,7 @@ class Pipeline(Technique):
     """The ranks of ``pp`` (``pp_stage``, ``pp_schedule``)."""
 
     def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
-        """Refuse a model that cannot be cut, and what a schedule does not take."""
+        """Refuse a model that cannot be cut, and options that a schedule does not accept."""
         if not 0 <= policy.pp_stage < mesh.pp:
             raise ModelError(f"pp_stage: {policy.pp_stage} is not one of the {mesh.pp} pipeline stages")
         schedule, layers = policy.pp_schedule, len(model.blocks)
@@ -169,7 +170,7 @@ class Pipeline(Technique):
         return stage_of(model, mesh, policy)
 
     def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
-        """What the schedule holds, and which bubble is added."""
+        """The memory of the schedule, and the bubble that is added."""
         if about == "memory" and mesh.pp > 1:
             yield (
                 f"pipeline stage {policy.pp_stage} of {mesh.pp} under {_schedule(mesh, policy)}: "

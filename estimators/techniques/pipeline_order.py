@@ -36,26 +36,26 @@ class StageWork:
 
 
 Order: TypeAlias = tuple[StageWork, ...]
-"""What one rank does, in order."""
+"""The actions of one rank, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Most micro-batches of single stages that are under way at once on a rank."""
+    """Most micro-batches of single stages that are in flight at once on a rank."""
 
     forwards: int
     """Whose forward has run and whose backward, or the first part of it, has not."""
     weights: int
-    """Whose weights' gradients alone are still to come."""
+    """Micro-batches whose weight gradients are the only part still to come."""
     alive: int
     """Whose forward has run and whose backward has not ended."""
 
 
 @lru_cache(maxsize=1024)
 def order_of(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> tuple[Order, ...]:
-    """Return what every rank does, in order.
+    """Return the actions of every rank, in order.
 
-    Raises ``ModelError`` for a number of micro-batches that the schedule does not take.
+    Raises ``ModelError`` for a number of micro-batches that the schedule does not accept.
     """
     if schedule == "1f1b":
         return tuple(_one_forward_one_backward(ranks, rank, micro_batches) for rank in range(ranks))
@@ -68,9 +68,9 @@ def order_of(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> tupl
 
 
 def enough_micro_batches(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> int:
-    """Return as few micro-batches as wait for each other, and are under way, as the given ones are.
+    """Return the smallest number of micro-batches with the same waits, and the same number in flight.
 
-    After :data:`_ROUNDS` whole rounds a schedule repeats itself; not one that runs all forwards first.
+    After :data:`_ROUNDS` whole rounds a schedule repeats itself, except one that runs all forwards first.
     """
     rest = micro_batches % ranks
     if schedule in ("1f1b", "zbv") or not rest:
@@ -79,7 +79,7 @@ def enough_micro_batches(schedule: PipelineSchedule, ranks: int, micro_batches: 
 
 
 def _one_forward_one_backward(ranks: int, rank: int, micro_batches: int) -> Order:
-    """As ``Schedule1F1B`` runs: P - r forwards, then a backward and a forward in turn."""
+    """As in ``Schedule1F1B``: P - r forwards, then a backward and a forward alternately."""
     ahead = min(ranks - rank, micro_batches)
     order = [StageWork(rank, "F", batch) for batch in range(ahead)]
     for batch in range(micro_batches):
@@ -162,11 +162,11 @@ def in_flight(order: Order) -> InFlight:
 
 
 def waiting_ns(orders: tuple[Order, ...], rank: int, durations_ns: Mapping[Kind, int]) -> int:
-    """Return how long a rank waits for others in a step whose stages all take equally long.
+    """Return how long a rank waits for others in a step whose stages all take the same time.
 
-    A forward waits for that of the stage before, a backward for that of the stage after; what stages send
-    each other takes no time. The first stage has no input to make gradients for: its weights' part is its
-    whole backward, as torch runs it.
+    A forward waits for that of the previous stage, a backward for that of the next stage; transfers
+    between stages take no time. The first stage has no input to compute gradients for: its weights' part
+    is its whole backward, as torch runs it.
     """
     last = max(work.stage for order in orders for work in order)
     done: dict[StageWork, int] = {}
@@ -197,7 +197,7 @@ def _lasts(work: StageWork, durations_ns: Mapping[Kind, int]) -> int:
 
 
 def _ready(work: StageWork, last: int, done: Mapping[StageWork, int]) -> int | None:
-    """When what a stage's work needs is there; None while it is not known."""
+    """Time when the input of a stage's work is available; None if not known yet."""
     times = [_first_done(work.stage, kinds, work.micro_batch, done) for kinds in _own_needs(work)]
     if work.kind == "F" and work.stage:
         times.append(_first_done(work.stage - 1, ("F",), work.micro_batch, done))
@@ -207,7 +207,7 @@ def _ready(work: StageWork, last: int, done: Mapping[StageWork, int]) -> int | N
 
 
 def _own_needs(work: StageWork) -> tuple[tuple[Kind, ...], ...]:
-    """What a stage has to have done of the same micro-batch."""
+    """Work on the same micro-batch that a stage must have done before."""
     if work.kind == "F":
         return ()
     return (("I",),) if work.kind == "W" else (("F",),)

@@ -24,7 +24,7 @@ from fsdp2prof.estimators.models.model import ADAPTERS, Model
 _BLOCK = 64
 """Elements of a block that shares a scale."""
 _SCALES = 256
-"""Scales that share a scale of their own."""
+"""Scales that share a scale."""
 
 
 class PackedLinear(nn.Module):
@@ -46,7 +46,7 @@ class PackedLinear(nn.Module):
 
     @property
     def unpacked_more(self) -> int:
-        """Elements of the weight beyond those that it is packed into."""
+        """Elements of the weight minus the elements of its packed form."""
         return self.in_features * self.out_features - self.weight.numel()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +57,8 @@ class PackedLinear(nn.Module):
 
 
 class _PackedProduct(torch.autograd.Function):
-    """A product with a weight that is dequantized before it, and again in backward; only bytes are kept."""
+    """A product with a weight that is dequantized before it, and again in backward; only bytes are
+    modelled."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor | None, rows: int) -> Tensor:
@@ -99,10 +100,10 @@ def _by_operators(indices: Tensor, scales: Tensor, shape: tuple[int, int], dtype
 
 
 def quantize_blocks(model: Model, kind: str, dtype: str, shards: int) -> Model:
-    """Hold the linear layers of a model's blocks in 4 bits, in place; adapters stay as they are.
+    """Hold the linear layers of a model's blocks in 4 bits, in place; adapters are not changed.
 
-    ``dtype`` is what parameters are gathered in. Raises ``ModelError`` for a weight whose scales do not
-    divide into ``shards``, and for a model without linear layers in blocks.
+    ``dtype`` is the dtype in which parameters are gathered. Raises ``ModelError`` for a weight whose
+    scales do not divide into ``shards``, and for a model without linear layers in blocks.
     """
     packed = 0
     for fqn, part in list(model.module.named_modules()):

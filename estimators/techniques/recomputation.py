@@ -1,4 +1,5 @@
-"""Activation checkpointing: what a block's backward runs again, one rule for eager and compiled blocks."""
+"""Activation checkpointing: the operators that a block's backward recomputes, one rule for eager and
+compiled blocks."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ class Selective:
 
 
 Recompute = Literal["none", "full"] | Selective
-"""What backward runs again: what the partitioner likes, all, or what is not selected."""
+"""Operators that backward recomputes: the partitioner's choice, all, or those not selected."""
 
 
 def _shape(factor: Any) -> tuple[int, ...]:
@@ -77,7 +78,8 @@ def checkpoint_blocks(root: nn.Module, blocks: tuple[str, ...], policy: PolicySp
 
 
 def recomputation(root: nn.Module, blocks: tuple[str, ...], policy: PolicySpec) -> dict[str, Recompute]:
-    """Return what the backward of each block runs again. Raises as :func:`checkpoint_blocks`."""
+    """Return the operators that the backward of each block recomputes. Raises as
+    :func:`checkpoint_blocks`."""
     if policy.ac != "none" and not blocks:
         raise ModelError(f"ac={policy.ac} needs a model with repeated blocks; this one has none")
     mode: Recompute = "none"

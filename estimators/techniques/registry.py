@@ -1,4 +1,4 @@
-"""All techniques, and what an estimate asks of every one of them."""
+"""All techniques, and the queries of an estimate to each of them."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
 
 
 def part_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
-    """The part of a model that is built on a rank: its pipeline stage, its experts, with its adapters.
+    """The part of a model that a rank builds: its pipeline stage, its experts, with its adapters.
 
-    Its batches bring the policy's images. Raises ``ModelError`` for what cannot be given or put into it.
+    Its batches contain the policy's images. Raises ``ModelError`` for images or techniques that the model
+    does not support.
     """
     for technique in TECHNIQUES:
         model = technique.change_model(model, mesh, policy)
@@ -67,5 +68,5 @@ def changed_program(program: Program, model: Model, mesh: MeshSpec, policy: Poli
 
 
 def notes_of(about: About, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
-    """What an estimate assumes of the techniques that are used, one sentence each."""
+    """Assumptions of the techniques in use, one sentence each."""
     return [note for technique in TECHNIQUES for note in technique.notes(about, mesh, policy)]

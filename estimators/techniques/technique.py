@@ -1,4 +1,4 @@
-"""What a technique of training is to the estimates."""
+"""The interface of a training technique to the estimates."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ About: TypeAlias = Literal["memory", "step", "communication"]
 
 
 class Technique:
-    """A way of training beyond plain FSDP2. By default it is refused nowhere, and changes nothing.
+    """A way of training beyond plain FSDP2. The default refuses and changes nothing.
 
-    Its options are fields of ``PolicySpec`` or dimensions of ``MeshSpec``; every method sees whether they are
-    used.
+    Its options are fields of ``PolicySpec`` or dimensions of ``MeshSpec``; every method checks whether
+    they are used.
     """
 
     def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
-        """Raise ``ModelError`` for a model that it does not fit, and for what is not modelled beside it."""
+        """Raise ``ModelError`` for a model it does not support, and for combinations that are not
+        modelled."""
 
     def change_model(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
         """Return the model as one rank builds it, before FSDP2 shards it; it may be changed in place."""
@@ -33,5 +34,5 @@ class Technique:
         return program
 
     def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterable[str]:
-        """What an estimate assumes of it, one sentence each."""
+        """Its assumptions in an estimate, one sentence each."""
         return ()

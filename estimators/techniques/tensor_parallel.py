@@ -39,7 +39,7 @@ class AsyncTensorParallel(Technique):
         return with_async_tensor_parallel(program, mesh.tp) if policy.async_tp else program
 
     def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
-        """What is left out of memory, and how chunks are costed."""
+        """Effects left out of memory, and the costs of chunks."""
         if about == "memory" and policy.async_tp:
             yield "asynchronous tensor parallelism: memory as without it, its symmetric buffers left out"
         elif about == "step" and policy.async_tp:
@@ -73,7 +73,7 @@ def _waits_after_products(commands: list[Command], ranks: int) -> list[Command]:
     }
     made: list[Command] = []
     held: list[Command] = []
-    """The wait, and what rearranges the chunks behind it."""
+    """The wait, and the commands that rearrange the chunks after it."""
     for command in commands:
         if isinstance(command, Wait) and command.event in gathers:
             made += held
@@ -139,7 +139,7 @@ def _is_product(command: Command) -> bool:
 
 
 def _cut(command: Command, ranks: int) -> list[Command]:
-    """Return the chunks of a product, a part of its rows each, with waves of tiles of their own."""
+    """Return the chunks of a product, a part of its rows each, with separate waves of tiles."""
     assert isinstance(command, Kernel)
     work = command.work
     assert work is not None
@@ -164,7 +164,7 @@ class TensorParallelism(Technique):
     """The ranks of ``tp``, by the model's own plan."""
 
     def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
-        """Refuse a model that has no plan, or one that does not divide it."""
+        """Refuse a model without a plan, or one that the plan does not divide."""
         if mesh.tp == 1:
             return
         plan = model.tensor_parallel

@@ -26,15 +26,15 @@ class WeightSyncSpec:
     """Inference engines that are given the weights of each step."""
 
     engines: int
-    """Copies of the model that serve; 0: on the training's own devices, which take their part of what is
-    gathered."""
+    """Copies of the model that serve; 0: on the training's own devices, which each receive a part of the
+    gathered weights."""
     tp: int = 1
     """Tensor-parallel ranks of an engine."""
     dtype: str = "bfloat16"
-    """What engines hold."""
+    """The dtype or format that engines hold."""
     per: Per = "parameter"
     bandwidth_bytes_per_s: int | None = None
-    """What one rank sends and receives in a second."""
+    """The bandwidth at which one rank sends and receives."""
 
     @classmethod
     def parse(cls, text: str) -> WeightSyncSpec:
@@ -80,9 +80,10 @@ def _count(name: str, text: str, least: int) -> int:
 def weight_sync(
     groups: Sequence[ParameterGroup], mesh: MeshSpec, policy: PolicySpec, spec: WeightSyncSpec
 ) -> WeightSync:
-    """Bytes of one synchronisation, of the model whose parameter groups are given.
+    """Bytes of one synchronization, for the model with the given parameter groups.
 
-    Raises ``ModelError`` for what is not modelled: parameters divided by other than FSDP, packed weights.
+    Raises ``ModelError`` for unsupported cases: parameters that are not divided by FSDP alone, packed
+    weights.
     """
     if mesh.tp * mesh.pp * mesh.ep > 1:
         raise ModelError("weight_sync is modelled for FSDP and HSDP meshes: leave tp, pp and ep at 1")

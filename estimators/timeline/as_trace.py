@@ -120,7 +120,7 @@ def _kernel_name(kernel: Kernel) -> tuple[str, str]:
 
 
 def metadata_of(collective: Collective, sequence: dict[str, int]) -> dict[str, Any]:
-    """Return what a trace says of a collective; ``sequence`` counts those of each group."""
+    """Return a collective's fields in a trace; ``sequence`` counts the collectives of each group."""
     sequence[collective.group] = sequence.get(collective.group, 0) + 1
     return {
         "collective": _METADATA.get(collective.op, collective.op),

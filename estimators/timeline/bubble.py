@@ -41,7 +41,7 @@ def bubble_ns_of(
 
 
 def with_waiting(program: Program, timeline: Timeline, bubble_ns: int) -> Timeline:
-    """Return the times of a step with what it waits for other ranks: one gap, before its reductions."""
+    """Return the times of a step with its waits for other ranks: one gap, before its reductions."""
     cut = _end_of_backwards(program)
 
     def later(times: IntArray) -> IntArray:
@@ -84,9 +84,10 @@ def _by_action(program: Program, timeline: Timeline) -> dict[str, int]:
 
 
 def _of_weights(program: Program, timeline: Timeline) -> tuple[int, int]:
-    """Time of the weights' part of a whole backward: half of its products, and what only a whole one has.
+    """Time of the weights' part of a whole backward: half of its products, and the parts that only a whole
+    one has.
 
-    That is the embedding's gradient, and the accumulation that FSDP does where autograd's hooks run.
+    These are the embedding's gradient, and FSDP's accumulation where autograd's hooks run.
     """
     products = only_here = 0
     for kernel, span, names in _kernels(program, timeline):

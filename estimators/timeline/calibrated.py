@@ -29,7 +29,7 @@ class Calibration:
     operator_ns: Mapping[Place, float]
     """Host time of an operator beyond the kernel itself."""
     rest_ns: int
-    """Host time of a step at places where no command was captured."""
+    """Host time of a step at places without a captured command."""
     collectives: Mapping[tuple[str, int], Sequence[tuple[int, int]]]
     """(operation, ranks) -> (payload in bytes, nanoseconds), ascending."""
     low_frac: float
@@ -39,10 +39,10 @@ class Calibration:
     notes: tuple[str, ...] = ()
 
     def collective_ns(self, op: str, ranks: int, payload: int) -> int | None:
-        """Time of a collective by the recorded ones of its kind; None if none was recorded.
+        """Time of a collective from the recorded ones of its kind; None if none was recorded.
 
-        Of another size, along the line through the smallest and the largest recorded size (through no bytes
-        at no time where there is one size); of another group, by the bytes each rank sends.
+        For another size, along the line through the smallest and the largest recorded size (through zero
+        if there is one size); for another group, by the bytes that each rank sends.
         """
         known = self.collectives.get((op, ranks))
         share = 1.0
@@ -102,7 +102,7 @@ class PlacedCosts(ClusterCosts):
         return self.computing_ns(command) + self._operator_ns(command)
 
     def computing_ns(self, command: Command) -> int:
-        """Part of the host's time for a command in which it computes; none where there is a device."""
+        """Compute time within the host's time for a command; none if there is a device."""
         return self._kernel_ns(command) if self.on_host and isinstance(command, Kernel) else 0
 
     def transfer(self, collective: Collective) -> Transfer:
@@ -132,7 +132,7 @@ class PlacedCosts(ClusterCosts):
 def placed(
     program: Program, costs: ClusterCosts, calibration: Calibration | None
 ) -> tuple[Program, PlacedCosts]:
-    """Return a program of distinct commands with what they cost; with a calibration, by their places."""
+    """Return a program of distinct commands with their costs; with a calibration, by their places."""
     commands = [replace(command) for command in program.commands]
     program = replace(program, commands=commands)
     places: dict[int, Place] = {}
@@ -151,7 +151,7 @@ def placed(
 
 
 def _of(known: Mapping[Place, float], place: Place | None) -> float:
-    """A place's own figure, else the mean of its phase, else of all."""
+    """A place's own value, otherwise the mean of its phase, otherwise the overall mean."""
     if place is not None and place in known:
         return known[place]
     same = [value for (_, phase), value in known.items() if place is not None and phase == place[1]]

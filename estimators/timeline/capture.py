@@ -60,10 +60,10 @@ _BACKWARD = f"{AUTOGRAD_NODE}: backward"
 
 
 class Capture:
-    """Writes down what the calling thread commands between entering and leaving it.
+    """Records the commands that the calling thread issues while the context is active.
 
-    ``mesh_dims`` names the process groups: group name -> mesh dimension. ``host`` knows what runs on the host
-    and what is copied to and from it (``CPUOffloadPolicy``).
+    ``mesh_dims`` names the process groups: group name -> mesh dimension. ``host`` tracks work on the host
+    and copies to and from it (``CPUOffloadPolicy``).
     """
 
     def __init__(self, mesh_dims: dict[str, str], host: HostMemory | None = None) -> None:
@@ -127,7 +127,7 @@ class Capture:
         return number
 
     def wait(self, stream: object | None, event: object) -> None:
-        """Note that a stream waits for an event; one that was never recorded is over."""
+        """Note that a stream waits for an event; an event that was never recorded is complete."""
         known = self._events.get(id(event))
         if known is not None:
             self.commands.append(Wait(self.stream(stream), known[0]))
@@ -171,7 +171,7 @@ class Capture:
             self.commands.append(kernel if self._host is None else self._beside_host(kernel, self._host))
 
     def _beside_host(self, kernel: Kernel, host: HostMemory) -> Kernel:
-        """Return a copy over the host's link, or what the host runs: it waits for what was copied to it."""
+        """Return a copy over the host's link, or work on the host, which waits for earlier copies to it."""
         if host.copying is not None and kernel.work is not None:
             stream = self.stream(host.copies_on)
             if host.copying == "device_to_host":
@@ -314,10 +314,11 @@ def capture_step(
 def execute_and_capture(
     spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, full: Model
 ) -> tuple[Execution, Program] | None:
-    """Return what a model holds and what it commands, from one execution instead of one for each.
+    """Return a model's memory and its commands, from one execution instead of one for each.
 
-    ``full`` is the model as built. ``None`` where the two are not executed in full and as they are: deep
-    models, a compiled or a float8 one, stages of a pipeline. Raises ``ModelError`` as :func:`capture_step`.
+    ``full`` is the model as built. ``None`` if the two are not executed in full and unchanged: deep
+    models, a compiled or a float8 one, stages of a pipeline. Raises ``ModelError`` as
+    :func:`capture_step`.
     """
     check_parallelism(full, mesh, policy)
     policy = fold_blocks(policy, full.blocks)

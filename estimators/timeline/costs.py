@@ -56,10 +56,10 @@ class HostPace:
     launch_latency_ns: int = 4_000
     """From the launch of a kernel on an idle stream to its start."""
     memory_gb_per_s: float = HOST_CORE_GB_PER_S
-    """What an optimizer on the host reads and writes; one core's, since torchrun gives a rank one thread."""
+    """Traffic of an optimizer on the host; of one core, since torchrun gives a rank one thread."""
 
     def work_ns(self, kernel: Kernel) -> int:
-        """Time of what the host computes itself, by the bytes that it moves; 0 for work of the device."""
+        """Time of the host's own computation, by the bytes that it moves; 0 for the device's work."""
         on_host = kernel.work is not None and kernel.work.kind == "host"
         return round(kernel.work.bytes / self.memory_gb_per_s) if kernel.work is not None and on_host else 0
 
@@ -85,7 +85,7 @@ class ClusterCosts:
         self._transfers: dict[tuple[str, int, str, int], Transfer] = {}
 
     def kernel_ns(self, kernel: Kernel) -> int:
-        """Time of a kernel on its own; 0 for what launches nothing."""
+        """Time of a kernel alone; 0 for commands that launch nothing."""
         work = kernel.work
         if work is None or not work.bytes or work.kind == "host":
             return 0
@@ -206,7 +206,8 @@ _STEP_US = {
     "gloo": {"LL": 60.0, "LL128": 60.0, "Simple": 60.0},
     "network": {"LL": 2.7, "LL128": 4.0, "Simple": 14.0},
 }
-"""Microseconds a step; gloo's is a round trip through sockets of one machine, for groups not measured."""
+"""Microseconds per step; gloo's is a round trip through sockets of one machine, for groups that were not
+measured."""
 _SHARE = {"LL": 0.5, "LL128": 120 / 128, "Simple": 1.0}
 _LL_BYTES_PER_S = 39e9
 """LL is bound by its flags: NCCL's ``llMaxBws`` for one node."""
@@ -217,7 +218,7 @@ _SMALL_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A collective's time, and what it fills."""
+    """A collective's time, and the link it uses."""
 
     ns: int
     link: str

@@ -42,10 +42,11 @@ _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def program_of_trace(trace: ExecutionTrace, mesh: MeshSpec, tokens: int) -> Program:
-    """Return the commands of one step of a trace; ``tokens`` are what its rank trained on in a step.
+    """Return the commands of one step of a trace; ``tokens`` is the number its rank trained on in a step.
 
-    Of several steps the second is taken, from the end of one optimizer step to the end of the next.
-    Raises ``ModelError`` for a trace without FSDP2's labels, and for a mesh that it says nothing of.
+    If there are several steps, the second is used, from the end of one optimizer step to the end of the
+    next. Raises ``ModelError`` for a trace without FSDP2's labels, and for a mesh that it does not
+    describe.
     """
     if mesh.tp > 1 or mesh.pp > 1 or mesh.cp > 1:
         raise ModelError(
@@ -352,7 +353,7 @@ def _schema(text: str) -> Any:
 
 
 def _on_meta(value: Value) -> Any:
-    """A tensor of the same shape without data; everything else as it is."""
+    """A tensor of the same shape without data; other values unchanged."""
     if isinstance(value, TensorValue):
         return torch.empty_strided(
             value.shape, value.stride, dtype=getattr(torch, value.dtype), device="meta"

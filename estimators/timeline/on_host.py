@@ -36,7 +36,7 @@ _WORKER = 1
 
 
 def blocking(program: Program) -> Program:
-    """Return the program as a CPU runs it; what stays are the same objects."""
+    """Return the program as a CPU runs it; unchanged commands are the same objects."""
     made: list[Command] = []
     for event, command in enumerate(program.commands):
         if isinstance(command, Collective):

@@ -39,7 +39,7 @@ _GROUPED = frozenset({"aten::_grouped_mm", "aten::grouped_mm", "aten::_scaled_gr
 _GATHERS = frozenset(
     f"aten::{name}" for name in ("embedding", "gather", "index", "index_select", "nll_loss_forward")
 )
-"""Operators that read of their first argument only what they return."""
+"""Operators that read only the part of their first argument that they return."""
 
 _COPIES = frozenset(
     {
@@ -113,7 +113,7 @@ def group_of(name: str, args: tuple[Any, ...]) -> tuple[str, int] | None:
 
 
 def collective_of(name: str, args: tuple[Any, ...], result: Any) -> CollectiveSizes | None:
-    """Return what a collective carries; None for one without tensors."""
+    """Return the payload of a collective; None if it has no tensors."""
     namespace, _, word = name.partition("::")
     op = (_FUNCTIONAL if namespace == "_c10d_functional" else _C10D)[word]
     tensors = list(_tensors(args))
@@ -133,7 +133,7 @@ def collective_of(name: str, args: tuple[Any, ...], result: Any) -> CollectiveSi
 
 
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work | None:
-    """Return what one operator does; None if it touches no memory."""
+    """Return the work of one operator; None if it touches no memory."""
     name = func._schema.name if hasattr(func, "_schema") else str(func)
     inputs = [*_tensors(args), *_tensors(kwargs)]
     outputs = list(_tensors(result))

@@ -106,10 +106,11 @@ class Ledger:
 
 
 def counted_by_execution(model: Model, mesh: MeshSpec, policy: PolicySpec) -> bool:
-    """Whether tensor and expert parallelism are executed to count their collectives: no formula has them.
+    """Whether tensor and expert parallelism are executed to count their collectives: no formula covers
+    them.
 
-    What is frozen decides which gradients are reduced or exchanged, and a loss in pieces how often the
-    logits' normalisers are.
+    Frozen parameters decide which gradients are reduced or exchanged, and a chunked loss decides the
+    number of reductions of the logits' normalizers.
     """
     plan = model.tensor_parallel
     if mesh.tp > 1 and plan is not None:

@@ -1,1 +1,1 @@
-"""What is said of a prediction: whether it fits, its range, its notes, what to change."""
+"""The text about a prediction: whether it fits, its range, its notes, and changes to make."""

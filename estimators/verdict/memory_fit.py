@@ -36,7 +36,7 @@ _WORDS = {
     MEASURED: "the measured peak",
     "prediction": "the error of predictions of measured runs",
 }
-"""What is not known, in a sentence."""
+"""The unknowns, in a sentence."""
 
 _NAMED = 2
 """Categories that the verdict names."""
@@ -44,7 +44,7 @@ _NAMED = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """What is left of a device above the peak: a range, because what no allocator counts is one."""
+    """Device memory left above the peak: a range, because the memory that no allocator counts is one."""
 
     device: str
     total_bytes: int
@@ -52,7 +52,7 @@ class Room:
     """Negative: missing."""
     most_bytes: int
     depends_on: tuple[str, ...] = ()
-    """What decides where between the two."""
+    """The conditions that decide where the value is within the range."""
 
     @property
     def fit(self) -> Fit:
@@ -84,13 +84,13 @@ def room_on(
 
 
 def deciding(unknown: Sequence[Unknown] = ()) -> tuple[str, ...]:
-    """What decides whether a peak fits, in words."""
+    """The conditions that decide whether a peak fits, in words."""
     names = [one.name for one in unknown if one.name not in NOT_DECIDING]
     return ("context and communicators", *(_WORDS.get(name, name) for name in names))
 
 
 def depends_on(room: Room | None, outside: OutsideAllocator, unknown: Sequence[Unknown]) -> list[str]:
-    """Say what decides whether a peak fits, and by how much, where it depends."""
+    """Report the conditions that decide whether a peak fits, and by how much, if it depends on any."""
     if room is None or room.fit != "depends":
         return []
     lines = [
@@ -117,7 +117,8 @@ def _signed(size: int) -> str:
 def verdict(
     peak: PredictedPeak, room: Room | None, options: Sequence[Remedy], unknown: Sequence[Unknown] = ()
 ) -> list[str]:
-    """Say how much a rank takes and where, whether that fits, and what fills it or would take most off."""
+    """Report how much a rank takes and where, whether it fits, and which category is largest or saves
+    most."""
     in_step = f"{where(peak.phase, peak.fqn)}, step {peak.step}"
     place = "before the first step" if peak.step is None else in_step
     lines = [
@@ -135,7 +136,7 @@ def verdict(
 
 
 def _spread(room: Room, unknown: Sequence[Unknown]) -> str:
-    """Say where the room is smaller than what predictions of measured runs were off by."""
+    """Report if the room is smaller than the errors of predictions for measured runs."""
     spread = sum(one.high_bytes for one in unknown if one.name in NOT_DECIDING)
     if room.fit != "fits" or room.least_bytes >= spread:
         return ""
@@ -143,7 +144,7 @@ def _spread(room: Room, unknown: Sequence[Unknown]) -> str:
 
 
 def _reserved(peak: PredictedPeak, unknown: Sequence[Unknown]) -> str:
-    """Say what is reserved: as measured where that is known, else as predicted, with its range."""
+    """Report the reserved memory: as measured if known, otherwise as predicted, with its range."""
     predicted = format_bytes(peak.reserved_bytes)
     if not unknown:
         return f"{predicted} at its peak"
@@ -159,7 +160,7 @@ def _reserved(peak: PredictedPeak, unknown: Sequence[Unknown]) -> str:
 
 
 def _active(peak: PredictedPeak, unknown: Sequence[Unknown]) -> str:
-    """Say the range of what is in use, in brackets."""
+    """Report the range of the allocated memory, in brackets."""
     found = active_range(peak.active_bytes, peak.reserved_bytes, unknown)
     if found is None or found[0] == found[1]:
         return ""
@@ -203,10 +204,10 @@ def remedies(
     missing_bytes: int | None,
     padding: Remedy | None = None,
 ) -> list[Remedy]:
-    """Return the options that are left to set, most bytes first.
+    """Return the options that are left to set, largest saving first.
 
-    ``found`` is what the memory analysis of the predicted recording says of its peak; ``missing_bytes`` what
-    a device lacks at least, None without one; ``padding`` that of experts.
+    ``found`` is the memory analysis's result for the peak of the predicted recording; ``missing_bytes``
+    the minimum that a device lacks, None without a device; ``padding`` that of experts.
     """
     options = [*_of_analysis(found, mesh, policy), *_of_policy(peak, policy)]
     if padding is not None:
@@ -261,7 +262,7 @@ def _padded_experts(group: ParameterGroup) -> list[ShardedParameter]:
 
 
 def advice(options: Sequence[Remedy], missing_bytes: int) -> list[str]:
-    """Say what to change in a run that misses ``missing_bytes`` of device memory at least."""
+    """Report the changes for a run that lacks at least ``missing_bytes`` of device memory."""
     lines = [f"{one.how}: saves {format_bytes(one.saves_bytes)} at most" for one in options]
     if lines and missing_bytes > 0 and all(one.enough is False for one in options):
         lines.append(
@@ -271,7 +272,7 @@ def advice(options: Sequence[Remedy], missing_bytes: int) -> list[str]:
 
 
 def _of_analysis(found: Sequence[Remedy], mesh: MeshSpec, policy: PolicySpec) -> Iterator[Remedy]:
-    """What an analysis of any recording proposes, as options of an estimate."""
+    """Proposals of the analysis of any recording, as options of an estimate."""
     hows = {
         "activation_checkpointing": "checkpoint every block (ac=full)" if policy.ac != "full" else None,
         "chunked_loss": f"compute head and loss in {_CHUNKS} chunks (loss=chunked:{_CHUNKS})"
@@ -292,7 +293,7 @@ def _of_analysis(found: Sequence[Remedy], mesh: MeshSpec, policy: PolicySpec) ->
 
 
 def _of_policy(peak: PredictedPeak, policy: PolicySpec) -> Iterator[Remedy]:
-    """What only the options of an estimate tell."""
+    """Proposals that only the options of an estimate allow."""
     held = peak.categories
     states = sum(held[name] for name in _STATES)
     if not policy.offload:

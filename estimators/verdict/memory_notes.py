@@ -1,4 +1,4 @@
-"""What a memory estimate assumes, and what it cannot count."""
+"""A memory estimate's assumptions, and the memory that it cannot count."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ PREDICTION = "prediction"
 """How far off predictions of measured runs were."""
 MEASURED = "measured"
 NOT_DECIDING = (RECORD_STREAMS, PREDICTION)
-"""Unknowns that the verdict on a device leaves out: it rests on what can be found out before the run."""
+"""Unknowns that the verdict on a device leaves out: the verdict depends on facts that can be found out
+before the run."""
 
 
 def widest_first(found: Iterable[Unknown]) -> list[Unknown]:
@@ -105,7 +106,7 @@ def unknowns(
 
 
 _OF_SEGMENTS = ("allocator", "cache")
-"""Unknowns of what is reserved beyond what is in use."""
+"""Unknowns of memory reserved beyond the allocated memory."""
 
 
 def active_range(active: int, reserved: int, unknown: Sequence[Unknown]) -> tuple[int, int] | None:

@@ -143,7 +143,7 @@ def _margin_in_words(margin: RangeEnd, *, is_narrower_with_torch: bool) -> str:
 
 
 def _ends(cluster: Cluster, kindest: HardwareSpec) -> tuple[_End, _End]:
-    """Kindest and harshest; what was measured on the part itself stays as it is."""
+    """Best and worst case; rates that were measured on the part itself are unchanged."""
     hardware = cluster.hardware
     slow, fast = hardware.compute_range
     slow_memory, fast_memory = hardware.memory_range
@@ -213,7 +213,7 @@ def _in_words(program: Program, costs: ClusterCosts, kind: _End, harsh: _End) ->
 
 
 def _links_in_words(costs: ClusterCosts, kind: _End, harsh: _End) -> list[str]:
-    """Say what is varied of collectives, as far as the mesh has them."""
+    """Report which costs of collectives are varied, for those that the mesh has."""
     cluster, mesh = costs.cluster, costs.mesh
     lines = []
     if mesh.world_size > 1 and cluster.gpus_per_node > 1 and not cluster.hardware.collectives:
@@ -232,7 +232,7 @@ def _links_in_words(costs: ClusterCosts, kind: _End, harsh: _End) -> list[str]:
 
 
 def _step_ns(program: Program, costs: ClusterCosts, end: _End) -> int:
-    """Return how long the device is at work for a step."""
+    """Return the device's busy time in a step."""
     varied = replace(
         costs,
         cluster=replace(
@@ -257,7 +257,8 @@ def _step_ns(program: Program, costs: ClusterCosts, end: _End) -> int:
 def assumptions_of(
     mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts, program: Program, kind: str
 ) -> list[str]:
-    """Return what a step's time rests on beside the captured commands; ``kind`` is the model's source's."""
+    """Return the assumptions of a step's time other than the captured commands; ``kind`` is that of the
+    model's source."""
     return [
         *_of_costs(mesh, policy, costs),
         *([] if isinstance(costs, PlacedCosts) else _not_modelled(mesh, policy, program, kind)),
@@ -267,7 +268,7 @@ def assumptions_of(
 
 
 def _not_modelled(mesh: MeshSpec, policy: PolicySpec, program: Program, kind: str) -> list[str]:
-    """What some trainers' kernels do, with how far predictions of published trainings were off for it."""
+    """Some trainers' kernels, with the errors of predictions for published runs that used them."""
     notes = []
     if kind == "huggingface" and policy.attention in ("flash", "flash3"):
         notes.append(

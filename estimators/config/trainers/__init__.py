@@ -47,14 +47,14 @@ _KNOWN = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerRun:
-    """What configuration files say of a run."""
+    """The run that configuration files describe."""
 
     values: dict[str, Any]
     """As :func:`~fsdp2prof.estimators.config.inputs.make_spec` takes them."""
     read: ConfigRead
-    """What was read and what became of it."""
+    """The keys that were read and the options they became."""
     no_model: str
-    """What is wrong if nothing else names the model, either."""
+    """The error to report if no other source names the model either."""
     stack_before: str | None = None
     """Older software that the run may as well be of."""
 
@@ -69,9 +69,9 @@ def read_trainer_files(
 ) -> TrainerRun:
     """Read a run from one file, or several of one trainer; a later file wins.
 
-    ``overrides`` are ``key=value`` by the trainer's own keys, ``stated`` options of the policy that are given
-    beside the files and not asked for. Raises ``InputError`` for a file that cannot be
-    read or is of no known trainer, ``ModelError`` for a setting that is not modelled.
+    ``overrides`` are ``key=value`` with the trainer's own keys; ``stated`` are options of the policy that
+    are given in addition to the files, which are then not reported as missing. Raises ``InputError`` for a
+    file that cannot be read or is of no known trainer, ``ModelError`` for a setting that is not modelled.
     """
     documents = [(path, *_parsed(path)) for path in paths]
     kinds = [kind for _, kind, _ in documents if kind != _ACCELERATE]

@@ -17,7 +17,7 @@ _RECIPES = (
 
 
 def read_automodel(run: Reading) -> None:
-    """Read a recipe's configuration. Raises ``ModelError`` for what is not modelled."""
+    """Read a recipe's configuration. Raises ``ModelError`` for settings that are not modelled."""
     recipe = run.get("recipe", "recipe._target_")
     if isinstance(recipe.value, str) and recipe.value.rpartition(".")[2] not in _RECIPES:
         run.refuse(recipe, f"of Automodel's recipes {', '.join(_RECIPES)} are modelled")
@@ -182,7 +182,7 @@ def _sharding(run: Reading) -> None:
 
 
 def _idle(run: Reading, section: str, why: str = "") -> None:
-    """Take a section that does nothing as read; ``why`` is said where it has keys."""
+    """Accept a section that has no effect; ``why`` is reported if it has keys."""
     keys = [f"{section}.{name}" for name in run.section(section)]
     run.get(section, *keys)
     if keys and why:
@@ -190,7 +190,7 @@ def _idle(run: Reading, section: str, why: str = "") -> None:
 
 
 def _rank(run: Reading) -> Value:
-    """The adapters' rank, which has a default where there are adapters."""
+    """The adapters' rank, with a default if there are adapters."""
     rank = run.get("peft.dim")
     if rank.given or not run.section("peft"):
         return rank
@@ -198,7 +198,8 @@ def _rank(run: Reading) -> Value:
 
 
 def _sync(run: Reading) -> None:
-    """When gradients are reduced: by the outer model where FSDP wraps it, else by the experts' own switch."""
+    """When gradients are reduced: by the outer model if FSDP wraps it, otherwise by the experts' own
+    switch."""
     defer = run.get("distributed.defer_fsdp_grad_sync")
     kept, outer = (
         run.get("model.backend.enable_fsdp_optimizations"),

@@ -16,11 +16,11 @@ from fsdp2prof.estimators.config.trainers.hugging_face import (
 from fsdp2prof.estimators.config.trainers.reading import Reading, Value
 
 _KNOWN_PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin")
-"""Plugins whose keys decide what they do."""
+"""Plugins whose effect depends on their keys."""
 
 
 def read_axolotl(run: Reading) -> None:
-    """Read a configuration of axolotl. Raises ``ModelError`` for what is not modelled."""
+    """Read a configuration of axolotl. Raises ``ModelError`` for settings that are not modelled."""
     base = run.get("base_model")
     if isinstance(base.value, str):
         run.set_model(base.value, base)
@@ -110,7 +110,7 @@ def _attention_and_loss(run: Reading) -> None:
 
 
 def _cut_cross_entropy(run: Reading) -> Value:
-    """The key that its plugin switches on by itself; other plugins are named."""
+    """The key that a plugin switches on by default; other plugins are reported by name."""
     plugins, said = run.get("plugins"), run.get("cut_cross_entropy")
     for name in plugins.value if isinstance(plugins.value, list) else ():
         if str(name).endswith("CutCrossEntropyPlugin") and not said.given:

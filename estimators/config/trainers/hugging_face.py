@@ -1,4 +1,5 @@
-"""What trainers on top of Hugging Face share, and the Trainer itself: TrainingArguments, TRL, accelerate."""
+"""Common settings of trainers built on Hugging Face, and the Trainer itself: TrainingArguments, TRL,
+accelerate."""
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ def read_checkpointing(run: Reading, *keys: str) -> None:
 
 
 def read_attention(run: Reading, found: Value) -> None:
-    """The attention by transformers' name for it; what is not given is as the stack has it."""
+    """The attention by transformers' name for it; without a name, as in the stack."""
     word = found.word()
     if "flash" in word or word in ("sdpa", "fa2"):
         newer = "3" in word or "4" in word  # FlashAttention-2 stands in for it
@@ -191,7 +192,7 @@ def read_accelerate_fsdp(run: Reading, *sections: str) -> None:
 
 
 def _read_sharding_words(run: Reading, asked: Value, *, is_decided: bool) -> None:
-    """``fsdp: full_shard auto_wrap offload`` of TrainingArguments; ``fsdp_config`` wins where it decides."""
+    """``fsdp: full_shard auto_wrap offload`` of TrainingArguments; ``fsdp_config`` overrides it."""
     words = asked.value if isinstance(asked.value, list) else asked.word().split()
     for word in words:
         if word == "offload":

@@ -21,7 +21,8 @@ _NO_REFERENCE = ("orpo", "simpo")
 
 
 def read_llama_factory(run: Reading) -> None:
-    """Read v0, with the accelerate file beside it. Raises ``ModelError`` for what is not modelled."""
+    """Read v0, together with the accelerate file. Raises ``ModelError`` for settings that are not
+    modelled."""
     if not is_on(run.get("do_train")):
         refuse_if_given(
             run, "do_train is not set: this is not the configuration of a training", *_NO_TRAINING
@@ -74,7 +75,7 @@ def read_llama_factory(run: Reading) -> None:
 
 
 def read_llama_factory_v1(run: Reading) -> None:
-    """Read v1. Raises ``ModelError`` for what is not modelled."""
+    """Read v1. Raises ``ModelError`` for settings that are not modelled."""
     name = run.get("model")
     run.set_model(str(name.value), name)
     kind = run.get("dist_config.name")

@@ -24,7 +24,7 @@ _OF_AN_ORCHESTRATOR = ("rollouts_per_example", "sampling", "environment")
 
 
 def read_prime_rl(run: Reading) -> None:
-    """Read a configuration of the trainer. Raises ``ModelError`` for what is not modelled."""
+    """Read a configuration of the trainer. Raises ``ModelError`` for settings that are not modelled."""
     is_sft = run.has("data.batch_size", "data.seq_len", "data.source", "data.name") and not run.has(
         "orchestrator"
     )

@@ -27,7 +27,7 @@ _SCHEDULES = {
 
 
 class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A trainer's configuration format: what the trainer does where a file says nothing."""
+    """A trainer's configuration format: its defaults for keys that a file does not give."""
 
     title: str
     stack: str
@@ -39,7 +39,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     refused: dict[str, str] = {}
     """Keys, as patterns, that make another training than an estimate can be of -> why."""
     bounded: dict[str, str] = {}
-    """Keys, as patterns, that are left out of an estimate -> what it is without them."""
+    """Keys, as patterns, that are left out of an estimate -> the effect of leaving them out."""
 
 
 @lru_cache(maxsize=1)
@@ -104,27 +104,28 @@ class Reading:
     no_model: str = (
         "no file names the model: add the training's file with another --from-config, or add --model"
     )
-    """What is said if nothing else names it, either."""
+    """The note to add if no other source names it either."""
     mesh: dict[str, int] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
     stack: str
-    """The software that the run is of."""
+    """The run's software."""
     stack_is_stated: bool = False
-    """Whether a person says so; it wins over what keys tell."""
+    """Whether the user gave it; it then overrides the keys."""
     is_recent: bool = False
     """Whether a key or value rules out the software of the time before."""
     stated: Collection[str] = ()
     """Options of the policy that are stated beside the files."""
     rows: list[tuple[Value, str, str]] = field(default_factory=list)
-    """What was read, the option that it became, and its value there."""
+    """The value that was read, the option it became, and the value there."""
     notes: list[str] = field(default_factory=list)
-    """Contradictions, sections without effect, and what is not modelled."""
+    """Contradictions, sections without effect, and settings that are not modelled."""
     open: list[str] = field(default_factory=list)
-    """What no file says and the answer rests on."""
+    """Settings that no file gives and that the answer depends on."""
     _read: set[str] = field(default_factory=set)
 
     def get(self, *keys: str) -> Value:
-        """The first of several names of one key that a file gives, else the trainer's default, else None."""
+        """The first of several names of one key that a file gives, otherwise the trainer's default,
+        otherwise None."""
         self._read.update(keys)
         for key in keys:
             if key in self.values:
@@ -136,7 +137,7 @@ class Reading:
         return Value(keys[0], None, "", given=False)
 
     def take_stack(self, name: str) -> None:
-        """Take the software that the keys tell, unless one is stated."""
+        """Use the software that the keys imply, unless the user gave one."""
         if not self.stack_is_stated:
             self.stack = name
 
@@ -161,12 +162,12 @@ class Reading:
         return any(key == one or key.startswith(f"{one}.") for key in self.values for one in prefixes)
 
     def set(self, option: str, value: Any, *read: Value) -> None:
-        """Decide an option from what was read; a key that is absent everywhere decides nothing."""
+        """Set an option from the value read; a key that is absent everywhere sets nothing."""
         self.policy[option] = value
         self._row(option, value, read)
 
     def says(self, option: str, value: Any, *read: Value) -> None:
-        """Note what a key means where the stack decides the option, or where there is none."""
+        """Note a key's meaning if the stack decides the option, or if there is no option."""
         self._row(option, value, read)
 
     def option(self, option: str, *keys: str) -> None:
@@ -178,7 +179,7 @@ class Reading:
             self.missing(option, found)
 
     def ask(self, option: str, unknown: str, value: str = "") -> None:
-        """Say what no file states and which option would; nothing if it is stated."""
+        """Report a setting that no file gives and its option; nothing if it is given."""
         if option not in self.stated:
             self.open.append(f"{unknown}: add --{option.replace('_', '-')}{value}")
 
@@ -195,9 +196,9 @@ class Reading:
         self._row("model", source, read)
 
     def set_mesh(self, read: Mapping[str, Value]) -> None:
-        """Decide the mesh; a ``dp_shard`` of -1, or none, takes what the world size leaves.
+        """Set the mesh; a ``dp_shard`` of -1, or none, is the rest of the world size.
 
-        Raises ``ModelError`` if the world size is not known and has to be, or does not divide.
+        Raises ``ModelError`` if the world size is needed but not known, or does not divide.
         """
         sizes = {name: 1 if found.value is None else found.number(-1) for name, found in read.items()}
         rest = [name for name, size in sizes.items() if size < 1]
@@ -275,18 +276,15 @@ class Reading:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that have batches of their own."""
+        """Number of data-parallel ranks, each with its own batches."""
         return self.mesh.get("dp_replicate", 1) * self.mesh.get("dp_shard", 1)
 
     def refuse(self, read: Value, why: str) -> NoReturn:
-        """Refuse what cannot be estimated, by its key. Raises ``ModelError``."""
+        """Refuse a setting that cannot be estimated, by its key. Raises ``ModelError``."""
         raise ModelError(f"{read.source}: {read.key} = {read.value!r}: {why}")
 
     def judge_unmodelled(self) -> None:
-        """Refuse the keys that make another training, and note those that are left out.
-
-        Raises ``ModelError``.
-        """
+        """Refuse keys that change the training, and note those that are left out. Raises ``ModelError``."""
         for key, value in self.values.items():
             found = Value(key, value, self.places[key])
             refusals = _reasons(self.format.refused, key)

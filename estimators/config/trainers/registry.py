@@ -36,9 +36,9 @@ def is_registry(text: str) -> bool:
 
 
 def parse_registry(text: str, path: PurePath, function: str | None) -> dict[str, Any]:
-    """Return the configuration that one function returns, keyed as a TOML file of torchtitan.
+    """Return the configuration that one function returns, keyed like a TOML file of torchtitan.
 
-    Raises ``ModelError`` for what does not parse, and where no function, or one that is not there, is named.
+    Raises ``ModelError`` for a file that does not parse, and if the function is missing or not named.
     """
     try:
         tree = ast.parse(text)
@@ -168,7 +168,8 @@ def _optimizer_name(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _converters(container: Any, found: dict[str, Any], recipe: str) -> dict[str, Any]:
-    """Converters of a model, under the names of TOML files; ``recipe`` is what float8 is without a name."""
+    """Converters of a model, under their names in TOML files; ``recipe`` is the float8 recipe if no name
+    is given."""
     converters = container.get("converters") if isinstance(container, dict) else None
     named, tables = [], {}
     for one in converters if isinstance(converters, list) else ():

@@ -31,7 +31,8 @@ _REGISTRY_BATCH = (8, "torchtitan/config/configs.py:37, before 73aed7f6c (August
 
 
 def read_torchtitan(run: Reading) -> None:
-    """Read a configuration of torchtitan of any date. Raises ``ModelError`` for what is not modelled."""
+    """Read a configuration of torchtitan of any date. Raises ``ModelError`` for settings that are not
+    modelled."""
     _date(run)
     _model(run)
     _mesh(run)
@@ -45,7 +46,7 @@ def read_torchtitan(run: Reading) -> None:
 
 
 def _date(run: Reading) -> None:
-    """Take the software that the keys are of; where another is stated, say what contradicts it."""
+    """Use the software that the keys belong to; if another is given, report what contradicts it."""
     until = next((row for row in _UNTIL if run.has(row[0])), None)
     if until is not None:
         run.take_stack(until[3])

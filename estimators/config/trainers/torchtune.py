@@ -14,7 +14,8 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def read_torchtune(run: Reading) -> None:
-    """Read a configuration of a distributed recipe. Raises ``ModelError`` for what is not modelled."""
+    """Read a configuration of a distributed recipe. Raises ``ModelError`` for settings that are not
+    modelled."""
     if not any(run.get(key).given for key in ("optimizer._component_", "loss._component_")):
         component = run.get("model._component_", "tokenizer._component_")
         run.refuse(component, "without optimizer and loss this is not a training recipe's file")

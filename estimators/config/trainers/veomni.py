@@ -7,7 +7,7 @@ from fsdp2prof.estimators.config.trainers.reading import Reading
 
 
 def read_veomni(run: Reading) -> None:
-    """Read a configuration of VeOmni. Raises ``ModelError`` for what is not modelled."""
+    """Read a configuration of VeOmni. Raises ``ModelError`` for settings that are not modelled."""
     name = run.get("model.config_path", "model.model_path")
     if isinstance(name.value, str):
         run.set_model(name.value, name)

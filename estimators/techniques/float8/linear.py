@@ -20,7 +20,7 @@ from fsdp2prof.estimators.models.low_precision import Cast, Recipe
 from fsdp2prof.estimators.techniques.float8.weight import Float8Shard, GatheredFloat8
 
 _LEAST = 1e-12
-"""Smallest value that a scale is made of."""
+"""Smallest value that a scale is computed from."""
 
 
 class Float8Linear(nn.Linear):
@@ -42,7 +42,7 @@ class Float8Linear(nn.Linear):
 
 @dataclass(frozen=True, slots=True)
 class _Scaled:
-    """A matrix in float8 with what it was multiplied by."""
+    """A matrix in float8 with its scale."""
 
     data: Tensor
     scale: Tensor
@@ -84,7 +84,7 @@ class _Product(torch.autograd.Function):
 
 
 def _cast(x: Tensor, how: Cast, dim: int, recipe: Recipe) -> _Scaled | Tensor:
-    """Cast a matrix, or what ends in one; scales of rows run along ``dim``."""
+    """Cast a matrix, or a tensor whose last dimensions are one; scales of rows run along ``dim``."""
     if isinstance(x, GatheredFloat8):
         return _Scaled(x.data_float8, x.scale, is_by_row=False)
     if isinstance(x, DTensor) and isinstance(x._local_tensor, GatheredFloat8):
@@ -146,8 +146,8 @@ def _rows(x: _Scaled | Tensor) -> _Scaled | Tensor:
 def _multiply(a: _Scaled | Tensor, b: _Scaled | Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
     """Multiply two matrices; ``dtype`` is the result's. Both are cast or neither.
 
-    The product takes the first by rows and the second by columns, and copies what lies otherwise. Scales of
-    rows without fast accumulation are multiplied into the result afterwards.
+    The product takes the first by rows and the second by columns, and copies a matrix with another layout.
+    Scales of rows without fast accumulation are multiplied into the result afterwards.
     """
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return torch.mm(a, b)  # type: ignore[arg-type]

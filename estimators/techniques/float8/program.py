@@ -41,7 +41,7 @@ _LAYERS = (
 class Float8Training(Technique):
     """Products in float8 or MXFP8, and weights gathered as float8 (``float8``, ``fp8_all_gather``).
 
-    A capture is of the compute dtype; executed for memory, the layers are those of :mod:`.layers`.
+    A capture has the compute dtype; executed for memory, the layers are those of :mod:`.layers`.
     """
 
     def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
@@ -52,7 +52,7 @@ class Float8Training(Technique):
             raise ModelError("reshard to a number of ranks is not supported by FSDP2 with float8 all-gather")
 
     def change_program(self, program: Program, model: Model, mesh: MeshSpec, policy: PolicySpec) -> Program:
-        """Multiply as the recipe does, and gather what is gathered as float8."""
+        """Multiply as in the recipe, and gather weights as float8 where the recipe does."""
         if policy.float8 is not None:
             fused = policy.compile and program.guessed_fusion is None
             narrow = mesh.tp > 1 and policy.float8 == "tensorwise"
@@ -130,7 +130,7 @@ def _is_gather(command: Command) -> bool:
 
 
 def _gathered(program: Program, blocks: tuple[str, ...]) -> frozenset[int]:
-    """Elements of what tensor parallelism gathers in the blocks: a factor of so many was one of them."""
+    """Elements that tensor parallelism gathers in the blocks: a factor of this size was gathered."""
     return frozenset(
         command.nelems_out
         for command, inside in within_blocks(program.commands, blocks)

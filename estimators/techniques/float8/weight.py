@@ -38,7 +38,7 @@ _STILL_SHARDS = frozenset(
         aten.clone.default,
     }
 )
-"""What FSDP does to a parameter before it is sharded."""
+"""FSDP's handling of a parameter before it is sharded."""
 
 
 class Float8Shard(Tensor):
@@ -100,7 +100,7 @@ class Float8Shard(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[GatheredFloat8, tuple[Tensor]] | None:
-        """Show what was gathered as a weight of ``param_dtype``."""
+        """Present the gathered data as a weight of ``param_dtype``."""
         (data,), (scale,) = all_gather_outputs, metadata
         if out is None:
             return GatheredFloat8(data, scale, param_dtype), (data,)
