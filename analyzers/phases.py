@@ -99,7 +99,7 @@ def transfer_rows(labels: LabelTable) -> BoolArray:
 
 
 def find_rows(phases: PhaseTable, thread: CompactArray, time_ns: IntArray) -> IntArray:
-    """Return the row of ``phases`` that holds each (thread, time); -1 where none does."""
+    """Return the row of ``phases`` that holds each (thread, time); -1 if none does."""
     found = np.full(len(time_ns), -1, dtype=np.int64)
     for one in intervals.distinct(phases.thread):
         first, last = np.searchsorted(phases.thread, [one, one + 1])
@@ -110,7 +110,7 @@ def find_rows(phases: PhaseTable, thread: CompactArray, time_ns: IntArray) -> In
 
 
 class _State(NamedTuple):
-    """What one instant of a thread belongs to; ``weak``: autograd's own ranges know better."""
+    """The attribution of one instant of a thread; ``weak``: autograd's own ranges are more exact."""
 
     fqn: str | None
     phase: str
@@ -239,7 +239,7 @@ class _Replay:
         return next((one.is_backward for one in following if one.kind not in _BEFORE_LOSS), False)
 
     def _context(self) -> _State | None:
-        """What work between labels belongs to, on the thread whose label came last."""
+        """The attribution of work between labels, on the thread with the latest label."""
         if self.in_backward:
             if self.finishing is not None:
                 return _State(self.finishing, "backward", "hooks")
@@ -301,7 +301,7 @@ class _Replay:
         self.before_loss, self.finishing = False, None
 
     def _module(self, position: int, root: int | None) -> str | None:
-        """Module a label belongs to, qualified by its root where there are several."""
+        """Module a label belongs to, qualified by its root if there are several."""
         label = self.labels[position]
         fqn: str | None = label.fqn
         if label.kind in NAMELESS:
@@ -366,7 +366,7 @@ def _neighbours(thread: list[int], labels: list[FsdpLabel]) -> list[_Neighbours]
 
 
 def _with_autograd(table: PhaseTable, weak: BoolArray, labels: LabelTable) -> PhaseTable:
-    """Add backward rows for autograd's own ranges where no label knows better.
+    """Add backward rows for autograd's own ranges where no label is more exact.
 
     The loss ends where its backward begins: with the first node, whatever its thread.
     """

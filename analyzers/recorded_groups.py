@@ -53,7 +53,7 @@ def step_cycles(manifest: RankManifest) -> tuple[list[Due], list[Due], list[Due]
 def untrained_units(manifest: RankManifest) -> dict[str, list[str]]:
     """Return the FSDP units with gradients that no optimizer uses -> their trainable parameters.
 
-    Empty where no optimizer is known to hold any parameter: the script may have one of its own.
+    Empty if no optimizer is known to hold any parameter: the script may use its own.
     """
     trained = [
         (group, [one for one in group.parameters if one.requires_grad]) for group in manifest.param_groups
@@ -219,6 +219,7 @@ def _bytes(dtype: str) -> int:
 
 
 def _dim(group: ProcessGroupInfo) -> str | None:
-    """Mesh dimension of a group, else by torch's description: ``mesh_dp_shard``, unnamed ``mesh_dim_1``."""
+    """Mesh dimension of a group, otherwise from torch's description: ``mesh_dp_shard``, unnamed
+    ``mesh_dim_1``."""
     described = group.desc.removeprefix("mesh_") if group.desc.startswith("mesh_") else None
     return group.mesh_dim or described

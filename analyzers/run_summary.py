@@ -232,7 +232,7 @@ _NOT_HERE = frozenset({"nothing_sharded", "ranks_missing"})
 
 
 def _timed(run: RunSummary, trace: TraceAnalysis) -> RunSummary:
-    """Leave out the unrecorded steps that the traces show to be the host's time alone."""
+    """Leave out the unrecorded steps whose time, according to the traces, is only the host's."""
     traced = {rank.rank: rank for rank in trace.ranks}
     ranks = [
         replace(one, unrecorded_step=waited_for(one.unrecorded_step, [traced[one.rank]]))
@@ -250,9 +250,9 @@ def combine(
     warnings: Sequence[str] = (),
     setup: Sequence[Finding] = (),
 ) -> RunAnalysis:
-    """Put a run and its analyses together, each null where nothing was captured.
+    """Combine a run and its analyses, each null if nothing was captured.
 
-    ``setup`` is what ``check`` finds. Memory is advised on where it is tight, or leaks.
+    ``setup`` is the result of ``check``. Advice on memory is given if it is tight, or leaks.
     """
     tight = memory is not None and is_tight(memory)
     if trace is not None:
@@ -287,7 +287,8 @@ def combine(
 
 
 def with_trial(analysis: RunAnalysis, trial: TrialResult | None) -> RunAnalysis:
-    """Add what was tried in the running job; a measured gain is said first, before any prediction."""
+    """Add the changes that were tried in the running job; a measured gain is reported before any
+    prediction."""
     best = trial.tried[0] if trial is not None and trial.tried else None
     verdict = analysis.verdict
     if best is not None and best.outcome == "faster" and best.gained_ns and best.low_ns and best.high_ns:
@@ -305,7 +306,7 @@ def _belongs(one: Finding, told: set[str]) -> bool:
 def _verdict(
     trace: TraceAnalysis | None, memory: MemoryAnalysis | None, findings: Sequence[Finding], *, tight: bool
 ) -> list[str]:
-    """Say what goes wrong first, then what the step loses, then how high the peak is."""
+    """Report errors first, then the losses of the step, then the height of the peak."""
     if trace is None or not trace.verdict:
         grave = [] if memory is None else memory.verdict
         return [*_grave(findings), *grave][:_SENTENCES]
@@ -335,6 +336,6 @@ def _grave(findings: Sequence[Finding]) -> list[str]:
 
 
 def _setup(findings: Sequence[Finding]) -> list[str]:
-    """Return the first finding about the set-up of medium severity, where no loss comes before it."""
+    """Return the first finding about the set-up of medium severity, if no loss comes before it."""
     medium = (one for one in findings if one.severity == "medium" and one.change and not cost_frac(one))
     return [one.message for one in medium][:1]

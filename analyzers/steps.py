@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fsdp2prof.results.run import StepTime
 
 Window: TypeAlias = Literal["steps", "trace"]
-"""What is analysed: every labelled step, or everything from the first to the last activity as one step."""
+"""The analysed range: every labelled step, or one step from the first to the last activity."""
 
 STEP_LABEL = "ProfilerStep#"
 """Prefix of the range that the profiler puts around a step."""
@@ -38,9 +38,9 @@ _STEP = re.compile(STEP_LABEL + r"(\d{1,18})")
 
 
 def host_steps(labels: LabelTable) -> StepTable:
-    """Return the ``ProfilerStep#N`` ranges in order, as labelled; empty where there are none.
+    """Return the ``ProfilerStep#N`` ranges in order, as labelled; empty if there are none.
 
-    A step cut short by a crash can reach over its successor: it ends where the next one begins.
+    A step that a crash interrupted can extend past its successor: it ends where the next one begins.
     """
     numbers = [match and int(match[1]) for match in map(_STEP.fullmatch, labels.name.values)]
     number = np.array([-1 if n is None else n for n in numbers] + [-1], dtype=np.int64)[labels.name.codes]
@@ -116,7 +116,7 @@ def step_windows(
 
 
 def window_count(ranks: Iterable[RankTrace]) -> int:
-    """Count the analysed steps of all ranks: what means per rank and step are over."""
+    """Count the analysed steps of all ranks: the denominator of means per rank and step."""
     return sum(len(rank.steps) for rank in ranks)
 
 
@@ -137,14 +137,14 @@ class StepKinds:
 
     @property
     def apart(self) -> list[list[int]]:
-        """Steps of each kind, where there are several and some have more than one step; else nothing."""
+        """Steps of each kind, if there are several and some have more than one step; otherwise empty."""
         kinds = list((self.reduced if len(self.reduced) > 1 else self.gathered).values())
         repeated = any(len(steps) > 1 for steps in kinds)
         return kinds if 1 < len(kinds) <= _FEW and repeated else []
 
 
 def kinds_of_steps(groups: Iterable[GroupRow], ranks: Iterable[RankTrace]) -> StepKinds | None:
-    """Tell steps of different kinds apart: models updated in turns, evaluation in between."""
+    """Distinguish steps of different kinds: models updated in turns, evaluation in between."""
     rows = [row for row in groups if row.fqn is not None and row.op in ("all_gather", "reduce_scatter")]
     if not rows:
         return None
@@ -175,13 +175,13 @@ def _host_activity(trace: Trace) -> tuple[IntArray, IntArray]:
 
 
 _ALIKE, _ENOUGH = 1.4, 4
-"""Upper over lower quartile beyond which steps are of several kinds, of so many steps at least."""
+"""Ratio of upper to lower quartile above which steps are of several kinds, with at least this many steps."""
 _APART = 1.1
 """Times as long as the other kind, from which on traced and unrecorded steps are called different."""
 
 
 def unrecorded_step(ranks: Iterable[Sequence[StepInfo | StepTime]]) -> UnrecordedStep | None:
-    """Return the unrecorded step of some ranks, each with its steps in order; None where there is none."""
+    """Return the unrecorded step of some ranks, each with its steps in order; None if there is none."""
     plain: list[int] = []
     traced: list[int] = []
     for steps in ranks:
@@ -233,7 +233,7 @@ def waited_for(step: UnrecordedStep | None, ranks: Sequence[RankTrace]) -> Unrec
 
 
 def added_ns(step: UnrecordedStep | None) -> float:
-    """Return what tracing added to a step; 0 where that is unknown or nothing."""
+    """Return tracing overhead per step; 0 if unknown or none."""
     if step is None or step.traced_median_ns is None:
         return 0
     if step.slowdown is None:

@@ -29,7 +29,7 @@ LEAST_ROUNDS = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What ``whatif`` says of one candidate."""
+    """The prediction of ``whatif`` for one candidate."""
 
     gained_ns: float | None
     reason: str | None
@@ -80,7 +80,7 @@ def analyze_trial(
 
 
 def _over_ranks(trials: Sequence[Trial]) -> list[TriedBlock]:
-    """Blocks of the job: each step is as long as its mean over the ranks that timed the whole block."""
+    """Blocks of the job: each step is the mean over the ranks that timed the whole block."""
     by_place: dict[tuple[int, int], list[TriedBlock]] = {}
     for trial in trials:
         for block in trial.blocks:

@@ -89,7 +89,7 @@ def _behind(steps: Mapping[int, Sequence[WatchedStep]], window: int) -> dict[int
 
 
 def _measured(lines: Sequence[WatchedStep]) -> list[WatchedStep]:
-    """Steps in which nothing was recorded; all where there are none of them."""
+    """Steps in which nothing was recorded; all steps if there are none."""
     return [line for line in lines if line.kind == "plain"] or list(lines)
 
 

@@ -338,7 +338,7 @@ class Book:
         self._charged.append(list(charges))
 
     def join(self, first: int, other: int) -> None:
-        """Put one entry's time under another that is of the same place: one change gives both back."""
+        """Add one entry's time to another at the same place: one change recovers both."""
         one, joined = self.entries[first], self.entries[other]
         charges = self._charged[first] = [*self._charged[first], *self._charged[other]]
         total = sum(charge.ns for charge in charges)

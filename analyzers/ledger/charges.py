@@ -33,7 +33,7 @@ class Charge:
     site: str | None = None
     """Python function, file and line."""
     why: str | None = None
-    """Why a collective is exposed: a ``LateCause``; what made a late rank late: a ``Straggler.kind``."""
+    """Why a collective is exposed (a ``LateCause``), or why a late rank was late (a ``Straggler.kind``)."""
     late_rank: int | None = None
     """Of a wait: the rank that came last."""
     caught_up: bool = False
@@ -49,7 +49,7 @@ class Charge:
     count: int = 0
     bytes: int = 0
     each_bytes: int = 0
-    """Payload of each collective, where it is not FSDP's."""
+    """Payload of each collective that is not FSDP's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ class CollectivePieces(Table):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankCharges:
-    """What one rank alone says of its time."""
+    """One rank's own account of its time."""
 
     own: list[Charge]
     """Everything but collectives."""
@@ -77,7 +77,7 @@ class RankCharges:
     operator: Strings
     """Per analysed collective: the operator that issued it."""
     site: Strings
-    """Per analysed collective: the Python line that issued it; null where no stack was recorded."""
+    """Per analysed collective: the Python line that issued it; null without a recorded stack."""
     by_fsdp: BoolArray
     """Per analysed collective: whether FSDP issued it for a module."""
 

@@ -140,7 +140,8 @@ def _bound(book: Book, total: int, compute: int) -> None:
 
 
 def _ends(book: Book, ends: set[tuple[int, int, str, str, str | None]]) -> None:
-    """Enter the first all-gather and the last reduce-scatter of a step, which nothing can hide."""
+    """Enter the first all-gather and the last reduce-scatter of a step, which cannot overlap with
+    anything."""
     mine = book.take(
         "communication", lambda one: (one.rank, one.step, one.op or "", one.phase, one.fqn) in ends
     )

@@ -1,4 +1,4 @@
-"""The host in the ledger: batches, pauses, synchronisations, dispatch, and what tracing adds."""
+"""The host in the ledger: batches, pauses, synchronizations, dispatch, and tracing overhead."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ of the script that starts it."""
 
 
 def enter_tracing(book: Book) -> None:
-    """Enter what tracing added to the host's part of the steps, where unrecorded steps are shorter."""
+    """Enter tracing overhead on the host, if unrecorded steps are shorter."""
     step = book.analysis.unrecorded_step
     mine = book.take("tracing")
     if book.analysis.host_runs_ahead:
@@ -68,7 +68,8 @@ def enter_tracing(book: Book) -> None:
 
 
 def _added(book: Book, added: int) -> list[Charge]:
-    """Take what tracing added out of the time that the host launches too slowly, in all steps alike."""
+    """Subtract tracing overhead from the time that the host launches too slowly, in equal parts over all
+    steps."""
     whole = book.left_ns("host")
     return book.take("host", part=(min(whole, added), max(1, whole)))
 
@@ -92,9 +93,9 @@ def _beyond(book: Book, median_ns: float) -> list[Charge]:
 
 
 def enter_new_iterators(book: Book) -> None:
-    """Enter data loaders whose iterator is often made anew: workers start, nothing is prefetched.
+    """Enter data loaders whose iterator is often created again: workers start, and no batch is prefetched.
 
-    Often is in most steps; or in two at least, if nearly all waiting for batches is there.
+    Often means in most steps; or in at least two, if nearly all waiting for batches is in these.
     """
     drawn = [one for one in book.left("data_loader") if one.why == "rebuilt"]
     made = {(one.rank, one.step) for one in drawn}
@@ -115,7 +116,7 @@ def enter_new_iterators(book: Book) -> None:
 
 
 def enter_host(book: Book) -> None:
-    """Enter what the host lost."""
+    """Enter the time that the host lost."""
     _data_loader(book)
     _compilation(book)
     _garbage(book)
@@ -178,9 +179,9 @@ def _garbage(book: Book) -> None:
 
 
 def _allocation(book: Book) -> None:
-    """Enter calls that get memory from the device, past the caching allocator; in few steps it only grows.
+    """Enter calls that allocate device memory outside the caching allocator; in a few steps it only grows.
 
-    One step alone cannot tell: a first one gets all of its memory.
+    One step is not enough to tell: a first step allocates all of its memory.
     """
     mine = book.take("allocation")
     if not mine:
@@ -267,8 +268,8 @@ def pausing_at(one: Charge) -> tuple[str | None, str | None, str]:
 def steady_pauses(book: Book) -> set[tuple[str | None, str | None, str]]:
     """Return the places at which a rank pauses in most of its steps, or for long in one.
 
-    A busy host interrupts a rank here and there; the script pauses at the same place. What a pause
-    takes in one step alone counts beyond the rank's waiting for a processor there.
+    A busy host interrupts a rank at varying places; the script pauses at the same place. A pause in only
+    one step counts as far as it exceeds the rank's wait for a processor there.
     """
     steps = {rank.rank: len(rank.steps) for rank in book.analysis.ranks}
     pauses: dict[tuple[str | None, str | None, str], dict[tuple[int, int], int]] = defaultdict(
@@ -352,9 +353,9 @@ _OPERATORS_EACH = 3
 
 
 def enter_optimizer(book: Book) -> None:
-    """Enter an optimizer told to go through its parameters one by one, or written so.
+    """Enter an optimizer that is set, or written, to update its parameters one by one.
 
-    Of its time on the host what tracing adds is left out.
+    Tracing overhead is subtracted from its host time.
     """
     issued = sum(one.count for one in book.left("compute") if one.why == "one_by_one") / book.rank_steps
     slow = [one for manifest in book.manifests for one in manifest.optimizers if _one_by_one(one, issued)]
@@ -375,7 +376,8 @@ def enter_optimizer(book: Book) -> None:
 
 
 def _one_by_one(optimizer: OptimizerInfo, operators: float) -> bool:
-    """Whether an optimizer updates its parameters in turn though it need not; torch's own say how they do."""
+    """Whether an optimizer updates its parameters one by one unnecessarily; torch's own optimizers report
+    it."""
     if "foreach" in optimizer.defaults:
         fused = optimizer.defaults.get("fused", "None") not in ("None", "False")
         return optimizer.defaults["foreach"] == "False" and not fused

@@ -127,7 +127,7 @@ def _allocations(trace: Trace, events: MemoryEventTable) -> tuple[AllocationTabl
 
 
 def innermost_operators(trace: Trace, thread: IntArray, time_ns: IntArray) -> IntArray:
-    """Row of the innermost operator that runs on each thread at each time; -1 where none does.
+    """Row of the innermost operator that runs on each thread at each time; -1 if none does.
 
     Operators of a thread nest and are sorted by start: the last one that began and has not ended.
     """
@@ -161,7 +161,8 @@ def _parents(start: IntArray, end: IntArray) -> IntArray:
 
 
 def _segments(events: MemoryEventTable) -> SegmentTable:
-    """Return what the reserved totals say: a range for every rise; falls give the latest back first."""
+    """Return the ranges that follow from the reserved totals: one for every rise; falls free the latest
+    first."""
     reserved = events.reserved_bytes
     if not len(reserved) or reserved.max(initial=0) <= 0:
         return SegmentTable.empty()
@@ -220,7 +221,7 @@ def find_peak(view: PreparedRecording, tables: RankTables) -> AtPeak | None:
 
 
 def _same_place(view: PreparedRecording, traced: PhaseTable, time_ns: int) -> int | None:
-    """Return the time of the last traced step that stands for an instant of the recording."""
+    """Return the time of the last traced step that corresponds to an instant of the recording."""
     row = int(intervals.containing(view.phases.start_ns, view.phases.end_ns, np.array([time_ns]))[0])
     steps = traced.step[traced.step >= 0]
     if row < 0 or not len(steps):

@@ -56,7 +56,7 @@ def layer_bytes(allocations: AllocationTable) -> list[LayerBytes]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where the program stood at an instant, as far as labels tell."""
+    """The program's position at an instant, as far as labels show it."""
 
     row: int
     """Row of the phases; -1 outside every one."""
@@ -200,7 +200,7 @@ def timeline(view: PreparedRecording, points: int = 400) -> dict[str, list[int]]
 
 
 def _phase_of_maker(view: PreparedRecording) -> str:
-    """Phase of the allocation that made the peak; ``other`` where none did."""
+    """Phase of the allocation that made the peak; ``other`` if there is none."""
     made = np.flatnonzero(view.allocations.alloc_order == view.peak_order)
     return str(view.allocations.phase[int(made[0])]) if len(made) else "other"
 
@@ -218,7 +218,7 @@ def _over_rows(view: PreparedRecording) -> tuple[IntArray, IntArray, IntArray]:
 
 
 def category_shares(categories: Iterable[tuple[str, int]]) -> list[CategoryBytes]:
-    """Return categories with their part of the whole, largest first, without those that hold nothing."""
+    """Return categories with their share of the total, largest first, without empty ones."""
     held = [(name, size) for name, size in categories if size]
     whole = sum(size for _, size in held)
     held.sort(key=lambda item: -item[1])
@@ -226,7 +226,7 @@ def category_shares(categories: Iterable[tuple[str, int]]) -> list[CategoryBytes
 
 
 def layer_rows(by_layer: Sequence[LayerBytes]) -> list[LayerMemory]:
-    """Return one row a layer, the largest first."""
+    """Return one row per layer, largest first."""
     cells: dict[str | None, dict[str, int]] = {}
     for row in by_layer:
         held = cells.setdefault(row.fqn, {})

@@ -68,9 +68,9 @@ def live_at(allocations: AllocationTable, order: int) -> BoolArray:
 
 
 def event_times(recording: MemoryRecording) -> IntArray:
-    """Return the host time after each event, never going back; -1 where nothing is known yet.
+    """Return the host time after each event, never decreasing; -1 if no time is known yet.
 
-    Events that are neither an allocation nor a free take the time of the one before.
+    Events that are neither an allocation nor a free take the time of the previous one.
     """
     allocations = recording.allocations
     times = np.full(max(recording.events, 1), -1, dtype=np.int64)
@@ -81,9 +81,9 @@ def event_times(recording: MemoryRecording) -> IntArray:
 
 
 _GONE = 4
-"""One part in so many of what was alive has to go."""
+"""One part in this many of the live memory must be freed."""
 _AFTERMATH = 20
-"""A history ends with a failure if less than one part in so many of what it held is made after it."""
+"""A history ends with a failure if less than one part in this many of its memory is allocated after it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,9 +112,10 @@ def ending_failures(recording: MemoryRecording) -> list[Failure]:
 
 
 def _after(allocations: AllocationTable, order: int) -> tuple[IntArray, IntArray]:
-    """Return what is gone after each free of the memory alive at ``order``, and what has been made by then.
+    """Return, after each free of the memory alive at ``order``, the bytes freed and the bytes allocated by
+    then.
 
-    Counts only what the history saw being made, and is later freed.
+    Counts only memory that the history shows being allocated and later freed.
     """
     held = live_at(allocations, order) & (allocations.alloc_order >= 0) & (allocations.free_order != NEVER)
     rows = np.flatnonzero(held)
@@ -128,7 +129,7 @@ def _after(allocations: AllocationTable, order: int) -> tuple[IntArray, IntArray
 def until_failure(recording: MemoryRecording, failure: Failure) -> MemoryRecording:
     """Return a recording as if it had ended with a failure.
 
-    The blocks of its end are left out: they show what was left after everything had been let go.
+    The blocks of its end are left out: they show the memory left after everything had been freed.
     """
     allocations, segments, order = recording.allocations, recording.segments, failure.order
     allocations = allocations.take(allocations.alloc_order <= order)
@@ -225,7 +226,7 @@ def prepare(recording: MemoryRecording, manifest: RankManifest | None) -> Prepar
 
 
 def _steps(recording: MemoryRecording, manifest: RankManifest | None) -> StepTable:
-    """Return the recording's own steps, else those that the recorder timed for it."""
+    """Return the recording's own steps, otherwise those that the recorder timed for it."""
     if len(recording.steps) or manifest is None:
         return recording.steps
     steps = [step for step in manifest.steps if step.kind == "memory"]

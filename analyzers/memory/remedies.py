@@ -22,7 +22,7 @@ _CHECKPOINTED = 2
 _KEPT = 3
 """Allocations of a layer from which on they are a graph's: outputs and skip connections are fewer."""
 _LITTLE = 0.01
-"""Part of what is allocated up to which a saving is not worth naming, unless it is enough."""
+"""Share of the allocated memory below which a saving is not reported, unless it is enough."""
 _CHUNKS = 8
 """Pieces a chunked loss is counted with."""
 
@@ -34,7 +34,7 @@ class Request:
     bytes: int
     in_loss: bool
     missing_bytes: int | None
-    """What the driver lacked for it; null unknown."""
+    """Bytes that the driver lacked for it; null if unknown."""
 
 
 def in_loss(allocations: AllocationTable, stacks: Stacks) -> BoolArray:
@@ -72,7 +72,7 @@ def kept_gradients(view: PreparedRecording, order: int, manifest: RankManifest |
 
 
 def _next_of(rows: AllocationTable, phase: str, after: IntArray, end: int) -> IntArray:
-    """Order of the next allocation of a phase after each of some; ``end`` where there is none."""
+    """Order of the next allocation of a phase after each given one; ``end`` if there is none."""
     orders = np.append(np.sort(rows.alloc_order[rows.phase.equals(phase)]), end)
     return np.asarray(orders[np.searchsorted(orders[:-1], after, side="right")])
 
@@ -86,11 +86,11 @@ def remedies_at(
     *,
     split_bytes: int = 0,
 ) -> list[Remedy]:
-    """Return what each change would save right after event ``order``, while layer ``fqn`` ran.
+    """Return the saving of each change right after event ``order``, while layer ``fqn`` ran.
 
-    Savings are upper bounds of one change alone. With the request that failed there, its own bytes count,
-    and ``enough`` says whether a change would have let it fit. ``split_bytes`` are free parts of segments in
-    use, which the allocator cannot give back.
+    Savings are upper bounds of one change alone. For a request that failed there, its own bytes count, and
+    ``enough`` says whether a change would have made it fit. ``split_bytes`` are free parts of segments in
+    use, which the allocator cannot return to the driver.
     """
     live = view.live(order)
     requested, missing = (request.bytes, request.missing_bytes) if request else (0, None)

@@ -24,7 +24,7 @@ def has_room(memory: MemoryAnalysis | None) -> bool:
 
 
 def free_bytes(memory: MemoryAnalysis | None) -> int | None:
-    """Return what the fullest device has left at its peak; None where its size is unknown."""
+    """Return the memory left on the fullest device at its peak; None if its size is unknown."""
     figures = None if memory is None else memory.key_figures
     if figures is None or figures.device_total_bytes is None:
         return None

@@ -1,4 +1,5 @@
-"""The sentences of a memory analysis: the verdict, what to look at next, a failed request told in words."""
+"""The sentences of a memory analysis: the verdict, the next places to look, the account of a failed
+request."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _UNKNOWN = 0.5
 _ROLES = ("sharded_parameter", "sharded_gradient", "optimizer_state")
 """Categories that only a recording knows."""
 _CLOSE = 0.95
-"""Of the peak: another place that comes this near limits what lowering the peak gains."""
+"""Share of the peak: another place this close to it limits the gain of lowering the peak."""
 
 
 def memory_verdict(ranks: Sequence[RankMemory], figures: MemoryFigures) -> list[str]:
@@ -38,7 +39,7 @@ def memory_verdict(ranks: Sequence[RankMemory], figures: MemoryFigures) -> list[
 
 
 def memory_advice(ranks: Sequence[RankMemory]) -> list[str]:
-    """Say what else to look at on the fullest rank."""
+    """Report the next places to look on the fullest rank."""
     peak = ranks[0].peak
     lines = []
     held = [row for row in peak.layers if row.categories.get("unsharded_parameter")]
@@ -88,7 +89,7 @@ def comparison_verdict(comparison: MemoryComparison) -> list[str]:
 
 
 def where(phase: str, fqn: str | None = None) -> str:
-    """Say where the program stood; phase ``other`` is one that neither a label nor a stack tells."""
+    """Report the program's position; phase ``other`` is one that neither a label nor a stack shows."""
     place = "in no known phase" if phase == "other" else in_phase(phase)
     return place if fqn is None else f"{place} of {named_layer(fqn)}"
 

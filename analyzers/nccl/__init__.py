@@ -1,1 +1,1 @@
-"""What NCCL's own files say: how fast its collectives were, and why a group is slow."""
+"""Results from NCCL's own files: the speed of its collectives, and the reason a group is slow."""

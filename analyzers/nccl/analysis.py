@@ -1,4 +1,4 @@
-"""From what NCCL left to communicators, how fast their collectives were, and why a group is slow."""
+"""From NCCL's files to communicators, the speed of their collectives, and the reason a group is slow."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def analyze_nccl(
 
 
 def _ranks(processes: Sequence[InspectedProcess], manifests: Mapping[int, RankManifest]) -> list[int | None]:
-    """Rank of each process in the job: by host and process id, else in the largest communicator."""
+    """Rank of each process in the job: by host and process id, otherwise in the largest communicator."""
     told = {(one.host, one.pid): rank for rank, one in manifests.items()}
     sizes = [one.size for process in processes for one in process.communicators.values()]
     world = max([*sizes, *(one.world_size for one in manifests.values())], default=0)
@@ -301,7 +301,8 @@ def _warnings(
 
 
 def _verdict(result: NcclAnalysis, matched: int) -> list[str]:
-    """At most three sentences: why a group is slow, what costs most time and how fast it is, who is late."""
+    """At most three sentences: why a group is slow, which collective costs most time and its speed, which
+    rank is late."""
     causes = [
         one.message
         for one in result.findings

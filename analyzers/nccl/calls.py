@@ -22,7 +22,8 @@ class Calls:
 
     rows: list[NcclCollective]
     came_last: list[int]
-    """By process: how often the others waited for it alone, of the collectives that several wrote."""
+    """By process: how often the others waited for it only, among the collectives that several processes
+    wrote."""
     matched: int
     """Collectives that several ranks wrote."""
     total: int
@@ -30,7 +31,7 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class _Folded:
-    """Collectives in order of communicator, kind and number; each a stretch of the sorted calls."""
+    """Collectives in order of communicator, kind and number; each is a range of the sorted calls."""
 
     calls: InspectedCalls
     first: IntArray
@@ -38,7 +39,7 @@ class _Folded:
     shortest: IntArray
     longest: IntArray
     last: IntArray
-    """Process that came last, or one of those that did."""
+    """Process that was last, or one of those that were."""
     alone: BoolArray
     """Whether no other was in the collective for as short a time: of equal times none is last."""
 
@@ -70,7 +71,7 @@ def side_by_side(
 
 
 def payload_bytes(op: str, message_bytes: int, size: int | None) -> int | None:
-    """Return the payload of a message of NCCL's; None where it hangs on an unknown size."""
+    """Return the payload of an NCCL message; None if it depends on an unknown size."""
     if op not in ("all_gather", "reduce_scatter"):
         return message_bytes
     return None if size is None else message_bytes * size

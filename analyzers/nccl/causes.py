@@ -1,4 +1,4 @@
-"""Why a communicator is slow, or where it stopped: only what lines of NCCL's log say."""
+"""Reasons a communicator is slow, or the place where it stopped: only from lines of NCCL's log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp2prof.units import plural
 from fsdp2prof.vocabulary import printable
 
 _FAR = {"PIX": "a PCI switch", "PXB": "PCI switches", "PHB": "the CPU's PCI bridge", "SYS": "CPU sockets"}
-"""How GPUs reach each other where no NVLink does (``topoPathTypeStr``)."""
+"""Links between GPUs without NVLink (``topoPathTypeStr``)."""
 _FORCED = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_NTHREADS", "NCCL_BUFFSIZE")
 _SHOWN = 3
 OF_SOME_RANKS = ("send_recv", "broadcast")
@@ -72,9 +72,9 @@ def behind(logged: Sequence[LoggedCommunicator]) -> list[Reason]:
 
 
 def folded(causes: Sequence[tuple[NcclCommunicator, Sequence[Reason]]]) -> list[Finding]:
-    """Return a finding for each reason and change, which names all communicators that have it.
+    """Return a finding for each reason and change, which names all communicators that it applies to.
 
-    Ranks and counts of those that are behind are each communicator's own.
+    Ranks and counts of those that are behind are listed for each communicator.
     """
     alike: dict[tuple[str, Severity, str, str], list[tuple[NcclCommunicator, Reason]]] = {}
     for communicator, why in causes:

@@ -84,7 +84,7 @@ class Layers:
     def split(
         self, calls: InspectedCalls, first: IntArray, members: IntArray
     ) -> Iterator[tuple[_Layer | None, IntArray]]:
-        """Part collectives of one communicator, kind and size by their layer; None where it is unknown."""
+        """Split the collectives of one communicator, kind and size by their layer; None if it is unknown."""
         at = first[members]
         key = (str(calls.communicator[int(at[0])]), str(calls.op[int(at[0])]))
         cycle = self._cycles.get(key)

@@ -45,7 +45,7 @@ class RankComparison:
     waits_known: dict[int, BoolArray]
     """Rank -> per row of its collectives, whether all ranks of its group were compared."""
     lateness: dict[int, dict[int, list[tuple[Lateness, int]]]]
-    """Rank -> row of its collectives -> what made the last rank late, with weights."""
+    """Rank -> row of its collectives -> weighted causes of the last rank's lateness."""
     warnings: list[str]
 
 
@@ -67,7 +67,7 @@ class _Meeting:
 def match(summaries: Sequence[RankSummary]) -> RankComparison:
     """Compare ranks by their collectives; one rank alone gives an empty comparison.
 
-    ``clock_offset_ns`` of the result says how far each clock is ahead of the lowest rank's.
+    ``clock_offset_ns`` of the result is how far each clock is ahead of the lowest rank's.
     """
     summaries = sorted(summaries, key=lambda summary: summary.rank)
     matched = match_collectives(summaries)
@@ -129,10 +129,11 @@ def match(summaries: Sequence[RankSummary]) -> RankComparison:
 def _slower(
     summaries: Sequence[RankSummary], matched: Matched, transfer: IntArray
 ) -> dict[int, tuple[int, str]]:
-    """Return collectives of groups in which transfers take clearly longer than the same ones in other groups.
+    """Return collectives of groups in which transfers take clearly longer than the same ones in other
+    groups.
 
-    The same are those of one mesh dimension with equal operation, dtype and bytes. Of each, the time beyond
-    the median of the fastest group, and what to say of it.
+    The same collectives are those of one mesh dimension with equal operation, dtype and bytes. For each,
+    the time beyond the median of the fastest group, and the text about it.
     """
     head = matched.first[:-1]
     if not len(head):
@@ -173,7 +174,7 @@ def _lateness(
     caused: stragglers.Caused,
     explained: dict[int, list[tuple[Lateness, int]]],
 ) -> dict[int, dict[int, list[tuple[Lateness, int]]]]:
-    """Give every rank's row what made the last rank of its collective late."""
+    """Give every rank's row the causes of its collective's last rank being late."""
     found: dict[int, dict[int, list[tuple[Lateness, int]]]] = {one.rank: {} for one in summaries}
     rows = zip(matched.rank.tolist(), matched.row.tolist(), matched.collective.tolist(), strict=True)
     for rank, row, collective in rows:

@@ -48,15 +48,16 @@ class _Waiting:
     between: IntArray
     """Step x causing x waiting rank, among the candidates only, in their order."""
     candidates: IntArray
-    """Positions, the one that the others waited for longest, net of its own waiting, first."""
+    """Positions, the one that the others waited for longest first, net of its own waiting."""
 
 
 def late_ranks(
     summaries: Sequence[RankSummary], matched: Matched, wait: IntArray, caused: Caused
 ) -> LateRanks | None:
-    """Return the largest set of ranks that is late in most steps, else the largest that caused the waiting.
+    """Return the largest set of ranks that is late in most steps, otherwise the largest that caused the
+    waiting.
 
-    ``None`` where no rank is waited for clearly longer than it waits itself. A set is at most half the ranks.
+    ``None`` if no rank is waited for clearly longer than it waits itself. A set is at most half the ranks.
     """
     known = np.flatnonzero(wait >= 0)
     compared = np.unique(matched.rank[known])

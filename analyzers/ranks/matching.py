@@ -18,7 +18,7 @@ _KEYS = ("comms_id", "seq", "order")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matched:
-    """Matched collectives: rows ``first[i]:first[i + 1]`` are collective ``i``, one row a rank."""
+    """Matched collectives: rows ``first[i]:first[i + 1]`` are collective ``i``, one row per rank."""
 
     first: IntArray
     rank: IntArray
@@ -56,7 +56,7 @@ class _Rows:
     group: IntArray
     """Identity of the process group: its name and its ranks."""
     kind: IntArray
-    """Identity of what is sent: op, dtype, bytes."""
+    """Identity of the data sent: op, dtype, bytes."""
     comms_id: IntArray
     seq: IntArray
     issue_ns: IntArray
@@ -147,7 +147,7 @@ def _rows(summaries: Sequence[RankSummary]) -> tuple[_Rows, list[tuple[str | Non
 
 
 def _expected(summaries: Sequence[RankSummary], rows: _Rows, ranks_text: str) -> IntArray:
-    """Positions of the loaded ranks that belong to a group: as its metadata says, else as its rows show."""
+    """Positions of the loaded ranks that belong to a group: from its metadata, otherwise from its rows."""
     if ranks_text and re.fullmatch(r"[\[\(]?\s*\d+(\s*,\s*\d+)*\s*[\]\)]?", ranks_text):
         members = {int(number) for number in re.findall(r"\d+", ranks_text)}
         return np.asarray([i for i, s in enumerate(summaries) if s.rank in members], dtype=np.int64)

@@ -48,10 +48,10 @@ class Caused:
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """What made a rank late to a collective."""
+    """The cause of a rank's lateness in a collective."""
 
     rank: int | None
-    """Null where it is not known who came last."""
+    """Null if it is not known which rank was last."""
     fqn: str | None
     """Layer whose work took longer."""
     kind: str
@@ -83,7 +83,7 @@ class _Excess:
 
 
 LATE_FROM_THE_START = "it was late when the recording began"
-"""Cause of what nothing in the recording can explain: no fault of the rank, as far as is known."""
+"""Cause of lateness that nothing in the recording explains; not known to be the rank's own."""
 _HOST = "its host launched nothing for longer than the other hosts"
 _COLLECTED = "its host collected garbage"
 _LOADER = "it waited longer for its data loader"
@@ -91,7 +91,7 @@ _UNSEEN = "it did something that the trace does not show: nothing took longer th
 
 
 SLOW_LINKS = "links"
-"""Kind of what made a rank late whose collectives take longer than the same ones of other groups."""
+"""Kind for a rank whose collectives take longer than the same ones of other groups."""
 
 
 def charge(matched: Matched, start: IntArray, wait: IntArray, step: IntArray, ranks: int) -> Caused:
@@ -169,7 +169,8 @@ def _follow(
     rank: int,
     slower: Mapping[int, tuple[int, str]],
 ) -> Iterator[tuple[int, list[tuple[_Cause, int]]]]:
-    """Go through a rank's collectives in program order; yield what it is late for at each, with amounts."""
+    """Go through a rank's collectives in program order; yield the causes of its lateness at each, with
+    amounts."""
     summary = summaries[rank]
     table = summary.collectives
     mine = np.flatnonzero(matched.rank == rank)
@@ -196,7 +197,7 @@ def _follow(
 
 
 def _remainder(table: CollectiveTable, row: int, late: int, first: bool) -> _Cause:
-    """Return what is behind a lateness that no excess explains.
+    """Return the cause of a lateness that no excess explains.
 
     A collective that starts as soon as it is launched was late because its launch was.
     """
@@ -209,7 +210,7 @@ def _remainder(table: CollectiveTable, row: int, late: int, first: bool) -> _Cau
 
 
 def _blame(history: Sequence[_Excess], late: int, arrived: int, group: int) -> list[tuple[_Cause, int]]:
-    """Share out a lateness over what had ended before: large before slight, late before early."""
+    """Divide a lateness over work that had ended before: large before slight, late before early."""
     over = [e for e in reversed(history) if e.amount_ns > 0 and e.end_ns <= arrived and e.group != group]
     slight = late // _SLIGHT
     blamed = []

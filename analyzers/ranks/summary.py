@@ -73,8 +73,8 @@ class RankSummary:
     gap_loading_ns: IntArray
     """Per collective: part of ``gap_ns`` in which the training got its next batch."""
     gap_line: Strings
-    """Per collective: Python line that the host was seen on most in the longest such gap, or
-    :data:`GARBAGE`; null where it was not seen."""
+    """Per collective: the most frequent Python line of the host in the longest such gap, or
+    :data:`GARBAGE`; null if it was not sampled."""
 
 
 def summarise(
@@ -89,10 +89,10 @@ def summarise(
     loading: Intervals | None = None,
     lines: Callable[[IntArray, IntArray], Sequence[str | None]] | None = None,
 ) -> RankSummary:
-    """Reduce one rank's tables to a summary. ``clock`` is its host's name where known.
+    """Reduce one rank's tables to a summary.
 
-    ``loading`` is when the training got its batches; ``lines`` gives the line (or :data:`GARBAGE`) of each
-    stretch of host time, from its start to its end.
+    ``clock`` is its host's name if known. ``loading`` is when the training got its batches; ``lines``
+    gives the line (or :data:`GARBAGE`) of each interval of host time, from its start to its end.
     """
     work_launch_ns = np.where(device.is_comm, -1, device.launch_ns)
     gaps = _gaps(collectives, device, loading, lines)

@@ -1,1 +1,1 @@
-"""How a job is laid out: its mesh, and which rank holds what of every parameter."""
+"""The layout of a job: its mesh, and the parts of every parameter that each rank holds."""

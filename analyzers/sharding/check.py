@@ -31,7 +31,7 @@ from fsdp2prof.vocabulary import layer_name, quoted_error
 
 
 def check_structure(evidence: RunEvidence) -> tuple[list[CheckRow], list[Finding]]:
-    """Return what was checked and what is wrong."""
+    """Return the checks that were made and the findings."""
     outcomes = [check(evidence) for check in _CHECKS]
     return [row for row, _ in outcomes], [found for _, found in outcomes if found is not None]
 
@@ -237,7 +237,8 @@ def _versions(evidence: RunEvidence) -> Outcome:
 
 
 def _parameters(evidence: RunEvidence) -> Iterator[tuple[RecordedGroup, int, ParameterInfo, int]]:
-    """Every parameter with its rows; under tensor parallelism they are what the ranks of a group hold."""
+    """Every parameter with its rows; under tensor parallelism they are the parts that the ranks of a group
+    hold."""
     for group in evidence.groups:
         for position, parameter in enumerate(group.first.parameters):
             dim = shard_dim(parameter)
@@ -270,8 +271,8 @@ def check_run(
 ) -> RunCheck:
     """Check how a run was sharded, from the manifests of all its ranks.
 
-    ``own_collectives`` gives those that no FSDP module issued; None where no trace says. It is called only if
-    gradients may depend on them.
+    ``own_collectives`` returns those that no FSDP module issued; None without a trace. It is called only
+    if gradients may depend on them.
     """
     evidence = RunEvidence(run.info, manifests, own_collectives)
     checks, broken = check_structure(evidence)

@@ -1,4 +1,5 @@
-"""A distributed checkpoint: do its pieces make whole tensors, are its files there, does a model fit it?"""
+"""A distributed checkpoint: whether its pieces form whole tensors, its files are present, and a model fits
+it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _MOST_CUT = 8
 
 
 def map_checkpoint(table: CheckpointTable, model: ShardingTable | None = None) -> CheckpointMap:
-    """Say what a checkpoint holds; with a model also what it lacks for it."""
+    """Describe a checkpoint's content; with a model also the parts that it lacks for it."""
     entries = [_entry(one) for one in table.entries]
     files = _files(table)
     compared = None if model is None else _against(table.entries, model)

@@ -1,4 +1,4 @@
-"""Can these ranks train together? What each of them found, put beside the others."""
+"""Whether these ranks can train together: a comparison of each rank's environment."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def judge_environment(
     transports: Mapping[tuple[int, int, str], int] | None = None,
     said: Sequence[str] = (),
 ) -> EnvironmentCheck:
-    """Judge what the ranks found; ``world_size`` is what they should be, ``said`` what the launcher wrote."""
+    """Judge the ranks' environments; ``world_size`` is the expected number, ``said`` the launcher's
+    output."""
     probes = sorted(probes, key=lambda one: one.rank)
     gathers = _gathers(probes, expected_bytes_per_s)
     checks: list[Callable[[], Outcome]] = [
@@ -134,7 +135,7 @@ def _sums(probes: Sequence[RankProbe]) -> Outcome:
 
 
 def _gathers(probes: Sequence[RankProbe], expected: int | None) -> list[ProbedGather]:
-    """Of the slowest rank; the expectation is of large ones, so it stands at the largest alone."""
+    """Of the slowest rank; the expectation is for large sizes, so it is given only for the largest."""
     slowest: dict[int, int] = {}
     for one in probes:
         for each in one.gathers:

@@ -1,4 +1,5 @@
-"""From how parameters are sharded to who holds what, how much of it is padding, and what moving it costs."""
+"""From the sharding of parameters to the parts on each rank, the share of padding, and the cost of moving
+them."""
 
 from __future__ import annotations
 
@@ -183,7 +184,7 @@ def _redistributions(index: int, mesh: ShardMesh, table: ShardingTable) -> list[
 
 
 def _wire(op: str | None, payload: int, passes: int, n: int) -> int:
-    """What a rank sends: of an all-to-all all but its own part of its own shard."""
+    """Bytes that a rank sends: for an all-to-all, all except its own part of its own shard."""
     if op == "all_to_all":
         return payload * (n - 1) // (n * n)
     return passes * payload * (n - 1) // n

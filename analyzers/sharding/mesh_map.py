@@ -31,9 +31,9 @@ CARRIES = {
 _PART_OF = "nothing directly: FSDP shards over dp_shard_cp"
 _FLATTENED = ("dp_shard", "cp")
 _REGROUPED = (*_FLATTENED, "tp")
-"""Dimensions whose ranks the experts' groups are made of."""
+"""Dimensions that form the ranks of the experts' groups."""
 _WITHIN_A_NODE = ("tp", "cp", "ep")
-"""Dimensions that communicate inside every layer, where nothing hides it."""
+"""Dimensions that communicate inside every layer, without overlap."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ def _large_root(evidence: RunEvidence) -> Iterator[Finding]:
 
 
 def _forgotten_blocks(evidence: RunEvidence) -> Iterator[Finding]:
-    """Find numbered blocks that are left in the root while most of their siblings are units of their own."""
+    """Find numbered blocks that are left in the root while most of their siblings are separate units."""
     wrapped: dict[tuple[int, str], Counter[str]] = defaultdict(Counter)
     left: dict[tuple[int, str], Counter[str]] = defaultdict(Counter)
     for group in evidence.first.param_groups:
@@ -211,7 +211,7 @@ def _outside(evidence: RunEvidence) -> Iterator[Finding]:
 
 
 def _optimizer(evidence: RunEvidence) -> Iterator[Finding]:
-    """What the optimizers hold is what FSDP shards."""
+    """The optimizers hold the parameters that FSDP shards."""
     stray = [one for one in evidence.first.unsharded or () if one.kind == "optimizer"]
     trained = [one for _, one in evidence.first_parameters if one.requires_grad]
     left_out = [one for one in trained if one.optimized is False]
@@ -265,7 +265,7 @@ def _unreduced_severity(evidence: RunEvidence, whole: Sequence[UnshardedInfo]) -
 
 
 def _unless(evidence: RunEvidence, severity: Severity) -> str:
-    """Name who else may reduce gradients: a wrapper beside ``fully_shard``, or the script."""
+    """Name other code that may reduce gradients: a wrapper in addition to ``fully_shard``, or the script."""
     if severity == "high":
         return ": the recording has no all-reduce for them"
     if evidence.info.wrappers:
@@ -406,7 +406,8 @@ def _integer_reshard(evidence: RunEvidence) -> Iterator[Finding]:
 
 
 def _several_roots(evidence: RunEvidence) -> Iterator[Finding]:
-    """Trained roots with streams of their own; a frozen one (a teacher) runs before or after, not beside."""
+    """Trained roots with their own streams; a frozen one (a teacher) runs before or after, not in
+    parallel."""
     trained = {group.root for group in evidence.first.param_groups if group.requires_grad}
     contexts: dict[int, set[int]] = defaultdict(set)
     for group in evidence.first.param_groups:

@@ -1,4 +1,4 @@
-"""Is it rounding? What ranks measured beside a plain training, judged by the precision it passed through."""
+"""Whether a difference is rounding: ranks' results against a plain training, judged by the precision used."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def judge_parity(measured: ParityMeasurements) -> ParityCheck:
 
 
 def _rows(measured: ParityMeasurements) -> list[ParityRow]:
-    """One row a tensor, of the rank where it is worst, in the order in which they are made."""
+    """One row per tensor, of the rank with the largest difference, in the order in which they are made."""
     found: dict[tuple[int, str, str], list[tuple[int, Measured]]] = defaultdict(list)
     for rank, rows in enumerate(measured.by_rank):
         for one in rows:
@@ -125,7 +125,7 @@ def _finite(value: float) -> float | None:
 
 
 def _hint(first: ParityRow, wrong: Sequence[ParityRow], measured: ParityMeasurements) -> str | None:
-    """What commonly makes such a difference; None where many things do."""
+    """Usual causes of such a difference; None if there are many."""
     if first.step < 0:
         return (
             "ranks begin with different weights: use the same seed in the factory, or load the same weights"

@@ -23,7 +23,7 @@ _NEXT_DIMENSION = re.compile(r", (?=\w+: )")
 
 
 def group_key(group: ParamGroupInfo) -> tuple[int, str, int]:
-    """What tells a parameter group apart from the others of a rank."""
+    """The identity of a parameter group among those of a rank."""
     return group.root, group.fqn, group.index
 
 
@@ -49,7 +49,8 @@ class RecordedGroup:
         return self.by_rank[min(self.by_rank)]
 
     def parameter(self, rank: int, position: int) -> ParameterInfo | None:
-        """A rank's word of a parameter by its position; None where it left none, or tells of another."""
+        """A rank's record of a parameter by its position; None if there is none, or it is of another
+        parameter."""
         group, expected = self.by_rank.get(rank), self.first.parameters[position]
         if group is None or position >= len(group.parameters):
             return None
@@ -59,7 +60,7 @@ class RecordedGroup:
 
 
 def recorded_groups(manifests: Mapping[int, RankManifest]) -> list[RecordedGroup]:
-    """Put together what the ranks say of each parameter group, in the lowest rank's order."""
+    """Combine the ranks' records of each parameter group, in the lowest rank's order."""
     found: dict[tuple[int, str, int], dict[int, ParamGroupInfo]] = {}
     for rank, manifest in sorted(manifests.items()):
         for group in manifest.param_groups:
@@ -83,10 +84,10 @@ def _shard_groups(
 
 
 def sharding_of_run(source: str, manifests: Mapping[int, RankManifest]) -> ShardingTable:
-    """Return the sharding that the manifests tell of.
+    """Return the sharding in the manifests.
 
-    Where tensor parallelism cut a parameter before FSDP did, its part is known only with all ranks of a shard
-    group: a parameter of which some are missing is left out, and a warning says so.
+    If tensor parallelism cut a parameter before FSDP, its part is known only with all ranks of a shard
+    group: an incomplete parameter is left out, with a warning.
     """
     meshes: dict[ShardMesh, int] = {}
     parameters: list[ParameterLayout] = []
@@ -205,7 +206,7 @@ def mesh_of_run(manifests: Mapping[int, RankManifest]) -> MeshMap | None:
 
 
 def _carried(group: ParamGroupInfo) -> dict[str, str]:
-    """What the dimensions of a group's mesh carry, whatever they are called: by their process groups."""
+    """The role of the dimensions of a group's mesh, whatever their names: by their process groups."""
     uses = {group.all_reduce_group: CARRIES["dp_replicate"], group.shard_group: CARRIES["dp_shard"]}
     dims = zip(group.mesh.dim_names or (), group.mesh.dim_groups, strict=False)
     return {name: uses[used] for name, used in dims if used in uses}

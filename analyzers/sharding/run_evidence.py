@@ -23,7 +23,8 @@ finding = partial(findings.finding, "sharding")
 
 @dataclass(frozen=True, slots=True)
 class OwnCollectives:
-    """What the script's own collectives of the traced steps say of gradients that FSDP does not reduce."""
+    """Evidence from the script's own collectives in the traced steps about gradients that FSDP does not
+    reduce."""
 
     all_reduces: Sequence[Sequence[int]]
     """Elements of each all-reduce, by traced step."""
@@ -63,7 +64,7 @@ class RunEvidence:
 
     @property
     def first(self) -> RankManifest:
-        """Of the lowest rank that has parameter groups, else an empty one."""
+        """Of the lowest rank that has parameter groups, otherwise an empty one."""
         return next(iter(self.sharded.values()), RankManifest())
 
     @property
@@ -84,7 +85,7 @@ class RunEvidence:
 
 
 Outcome: TypeAlias = "tuple[CheckRow, Finding | None]"
-"""A check, and what is wrong."""
+"""A check, and its findings."""
 
 
 def ok(name: str, checked: int, said: str) -> Outcome:

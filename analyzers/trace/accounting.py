@@ -29,7 +29,7 @@ _NOT_WORK = ("autograd::", "c10d::", "c10d_functional", "_c10d_functional", "rec
 """Wrappers of other operators, and operators that issue a collective or block until one ends."""
 
 _DEEPEST = 64
-"""Operators from which on only those that call no other count: none that torch writes nests so deep."""
+"""Nesting depth beyond which only operators that call no other count: no torch operator nests this deep."""
 
 
 def working_operators(trace: Trace) -> IntArray:
@@ -123,7 +123,7 @@ class WorkTable(Table):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """What ran when, as sets of instants that may overlap."""
+    """Work by time, as sets of instants that may overlap."""
 
     compute: Intervals
     fsdp_copy: Intervals
@@ -133,7 +133,7 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """The windows, split: disjoint sets of instants, each named for what comes first there."""
+    """The windows, split: disjoint sets of instants, each named for the first cause that applies."""
 
     compute: Intervals
     fsdp_copy: Intervals
@@ -199,7 +199,7 @@ def host_work(trace: Trace, phases: PhaseTable) -> WorkTable:
 
 
 def timeline(work: WorkTable, device: DeviceTable, collectives: Collectives) -> Timeline:
-    """Return what ran when."""
+    """Return the work by time."""
     if len(device):
         comm = intervals.union(device.start_ns[collectives.activity], device.end_ns[collectives.activity])
     else:
@@ -297,7 +297,7 @@ ATTENTION = re.compile(r"aten::_scaled_dot_product_\w+?_attention(?:_for_cpu)?(_
 _MOST = 1 << 56
 """A minute of the fastest accelerator; and a step's sum fits 64 bits."""
 _CONVOLUTION, _BACKWARD = "aten::convolution", "aten::convolution_backward"
-"""Operators whose recorded inputs alone do not give what they compute."""
+"""Operators whose work cannot be calculated from their recorded inputs alone."""
 
 
 def step_flops(trace: Trace, steps: StepTable) -> IntArray:

@@ -1,4 +1,5 @@
-"""When a rank did what the ledger charges apart: recomputed a forward, compiled, recorded CUDA graphs."""
+"""Intervals of a rank that the ledger charges separately: recomputed forwards, compilation, recording of
+CUDA graphs."""
 
 from __future__ import annotations
 
@@ -129,7 +130,7 @@ def _stops_for_the_device(name: str) -> bool:
 
 
 def beginning_in(pieces: Intervals, those: Intervals) -> tuple[Intervals, Intervals]:
-    """Divide pieces into those that begin within other intervals, and the rest."""
+    """Divide intervals into those that begin within others, and the rest."""
     within = intervals.containing(those.start, those.end, pieces.start) >= 0
     return Intervals(pieces.start[within], pieces.end[within]), Intervals(
         pieces.start[~within], pieces.end[~within]

@@ -138,7 +138,7 @@ class RankAnalysis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class References:
-    """What a trace does not know; null is not known here either."""
+    """Facts that a trace does not contain; null is unknown here too."""
 
     tokens_per_step: int | None = None
     """All ranks together."""
@@ -226,10 +226,10 @@ def merge(
     references: References | None = None,
     manifests: Sequence[RankManifest] = (),
 ) -> TraceAnalysis:
-    """Compare ranks and put their results together, in order of rank.
+    """Compare ranks and combine their results, in order of rank.
 
-    ``manifests`` of all ranks of the run say what a trace cannot: how long a step takes that is not traced,
-    and the padding of uneven shards.
+    ``manifests`` of all ranks of the run give facts that a trace does not contain: the time of an untraced
+    step, and the padding of uneven shards.
     """
     references = references or References()
     dtype = _computing_dtype(analyses)
@@ -322,9 +322,9 @@ def merge_results(
     manifests: Sequence[RankManifest],
     thresholds: FindingThresholds,
 ) -> TraceAnalysis:
-    """Put the results of single ranks together, without the collectives that ranks are compared by.
+    """Combine the results of single ranks, without the collectives by which ranks are compared.
 
-    What ranks waited for each other is not known then. Bandwidth, kernels, operators and timeline are those
+    The ranks' waits for each other are then unknown. Bandwidth, kernels, operators and timeline are those
     of the lowest rank.
     """
     analyses = sorted(analyses, key=lambda one: one.ranks[0].rank)
@@ -368,9 +368,9 @@ def throughput(
     *,
     dtype: str | None = None,
 ) -> Throughput | None:
-    """Return one rank's speed, in its unrecorded steps if it knows some; null where no step was traced.
+    """Return one rank's speed, in its unrecorded steps if known; null if no step was traced.
 
-    ``dtype`` is the one that the model computes in.
+    ``dtype`` is the model's compute dtype.
     """
     traced = [step for step in steps if step.duration_ns > 0]
     if not traced:
@@ -423,7 +423,8 @@ def _steps(tables: RankTables) -> list[StepBreakdown]:
 
 
 def _summary(tables: RankTables, rank: int, world_size: int | None) -> RankSummary:
-    """Reduce the rank to what a comparison needs: the collectives of its windows and the work around them."""
+    """Reduce the rank to the data for a comparison: the collectives of its windows and the work between
+    them."""
     work, table, manifest = tables.work, tables.collectives.table, tables.manifest
     device = DeviceWork(
         start_ns=np.concatenate([work.start_ns, table.start_ns]),
@@ -447,7 +448,7 @@ def _summary(tables: RankTables, rank: int, world_size: int | None) -> RankSumma
 
 
 def _group_ranks(tables: RankTables) -> dict[str, str]:
-    """Ranks of each process group: the file's head or the manifest says, else the collectives themselves."""
+    """Ranks of each process group: from the file's head or the manifest, otherwise from the collectives."""
     args, manifest = tables.trace.collective_args, tables.manifest
     groups = [*tables.trace.process_groups, *(manifest.process_groups if manifest else ())]
     known = {group.name: str(group.ranks) for group in groups if group.ranks}

@@ -39,7 +39,7 @@ _NS = 10**9
 
 
 def overlap_frac(exposed_ns: float, total_ns: float) -> float | None:
-    """Return 1 - exposed / total; null where there is no communication."""
+    """Return 1 - exposed / total; null if there is no communication."""
     return None if total_ns == 0 else 1 - exposed_ns / total_ns
 
 
@@ -110,7 +110,8 @@ def group_rows(
 
 
 def attribution(windows: StepTable, collectives: Collectives) -> Attribution:
-    """Return how much of the analysed windows' communication landed on a layer, and why the rest did not."""
+    """Return how much of the analysed windows' communication was attributed to a layer, and why the rest
+    was not."""
     table = collectives.table
     mine = np.isin(table.step, windows.step)
     placed = mine & (table.fqn.codes >= 0)
@@ -246,9 +247,10 @@ def _worst_first(rows: Iterable[LayerRow]) -> list[LayerRow]:
 
 
 def late_rows(prefetch: Sequence[PrefetchRow], windows: int, *, folded: bool = False) -> list[LateRow]:
-    """Sum up verdicts over ``windows`` step windows; longest wait first, those in time last.
+    """Sum verdicts over ``windows`` step windows; longest wait first, those in time last.
 
-    ``folded`` sums alike layers into one row, except those that wait much longer than their siblings.
+    ``folded`` combines similar layers into one row, except those that wait much longer than their
+    siblings.
     """
     kinds: dict[tuple[str | None, str, str, str | None], list[PrefetchRow]] = defaultdict(list)
     for row in prefetch:
@@ -259,7 +261,7 @@ def late_rows(prefetch: Sequence[PrefetchRow], windows: int, *, folded: bool = F
 
 
 def arrivals(prefetch: Sequence[PrefetchRow], windows: int) -> list[LateRow]:
-    """Sum up verdicts by layer, phase and op alone, in that order; the cause is that of the longest wait."""
+    """Sum verdicts by layer, phase and op only, in that order; the cause is that of the longest wait."""
     kinds: dict[tuple[str | None, str, str], list[PrefetchRow]] = defaultdict(list)
     for row in prefetch:
         kinds[row.fqn, row.phase, row.op].append(row)

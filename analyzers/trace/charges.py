@@ -76,7 +76,7 @@ _COUNTED = (ANOMALY, FORWARDS, ONE_BY_ONE, REBUILT)
 WORKERS = "workers"
 """Why a batch was not there, where worker processes make it."""
 GRAPHS = "graphs"
-"""Why torch.compile works in a step, where it records CUDA graphs."""
+"""Reason for torch.compile's work in a step that records CUDA graphs."""
 
 
 def rank_charges(tables: RankTables, rank: int) -> RankCharges:
@@ -114,7 +114,7 @@ def _is_fsdps(tables: RankTables) -> BoolArray:
 
 
 def _callers(tables: RankTables, own: BoolArray) -> Strings:
-    """Return the Python line that issued each collective outside FSDP, where it was seen at that."""
+    """Return the Python line that issued each collective outside FSDP, if it was sampled there."""
     table, returned = tables.collectives.table, tables.collectives.issue_end_ns
     sites: list[str | None] = [None] * len(table)
     rows = np.flatnonzero(~own & (table.issue_ns >= 0) & (returned >= 0))
@@ -191,7 +191,7 @@ class _Charging:
         entry[2] += size
 
     def _in_windows(self, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Cut pieces at the windows' edges: (row, window, start, end) of those inside one."""
+        """Cut intervals at the windows' edges: (row, window, start, end) of those inside one."""
         windows = self._tables.windows
         edges = np.concatenate([windows.start_ns, windows.end_ns])
         row, start, end = intervals.cut(start, end, edges)
@@ -200,7 +200,7 @@ class _Charging:
         return row[inside], window[inside], start[inside], end[inside]
 
     def work(self, kind: str, part: Intervals, mask: BoolArray) -> None:
-        """Charge what ran: each instant to the activity that began first."""
+        """Charge device time: each instant to the activity that began first."""
         tables = self._tables
         work = tables.work.take(mask)
         if not len(work):
@@ -364,7 +364,7 @@ class _Charging:
 
     @cached_property
     def _named_ranges(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Events whose name says what the host did in a pause around which they lie, by start: row, times."""
+        """Events whose name explains the host's pause that they contain, by start: row, times."""
         events = self._tables.trace.events
         named = events.category.matches(_NAMES_A_PAUSE.__contains__) & (events.thread >= 0)
         rows = np.flatnonzero(named & ~events.name.matches(_says_nothing))
@@ -393,7 +393,7 @@ class _Charging:
         return found
 
     def collectives(self, blocked: Intervals, dry: IntArray) -> CollectivePieces:
-        """Return the pieces of every analysed collective; charge those of collectives of no analysed step."""
+        """Return the parts of every analysed collective; charge those of collectives of no analysed step."""
         tables, table, waits = self._tables, self._tables.collectives.table, self._tables.waits
         order = charging_order(tables.collectives, waits)
         held = np.flatnonzero(waits.stall_ns > 0) if len(blocked.start) else np.empty(0, dtype=np.int64)
@@ -445,7 +445,7 @@ def _catches_up(tables: RankTables, dry: IntArray, times: IntArray) -> BoolArray
 
 
 _NAMES_A_PAUSE = frozenset({"user_annotation", "cpu_op", "python_function"})
-"""Kinds of host events that say what the host was doing."""
+"""Kinds of host events that show the host's work."""
 
 
 def _says_nothing(name: str) -> bool:
@@ -528,7 +528,7 @@ def _groups(*columns: npt.NDArray[Any]) -> tuple[IntArray, IntArray]:
 
 
 def _host_rows(tables: RankTables, time: IntArray) -> IntArray:
-    """Return the phase that the host was in, -1 for none: on the thread that trains, else on any other."""
+    """Return the host's phase, -1 for none: on the training thread, otherwise on any other."""
     phases = tables.phases
     row = np.full(len(time), -1, dtype=np.int64)
     for thread in _training_first(tables):

@@ -24,7 +24,7 @@ _FUNCTIONS = {
     "userbuffers of TransformerEngine": r"k?userbuffers_|ubx_kernel_",
     "MORI": r"ep(?:dispatch|combine)(?!\w*(?:layout|prepare))",
 }
-"""Family -> how its kernels' own names begin; what a kind of accelerator brings is in its row of backends."""
+"""Family -> prefixes of its kernels' own names; an accelerator's own prefixes are in its row of backends."""
 
 _NAMESPACES = {
     "DeepEP and what grew from it": r"(?:deep_ep|mscclpp::ep|uccl|grpcoll)::(?!layout::)",

@@ -67,7 +67,7 @@ def _outermost(trace: Trace, rows: IntArray) -> IntArray:
 
 
 def _enclosing(trace: Trace, rows: IntArray, candidates: IntArray) -> IntArray:
-    """Event row of the innermost candidate around each of ``rows``; -1 where there is none."""
+    """Event row of the innermost candidate around each of ``rows``; -1 if there is none."""
     events = trace.events
     found = np.full(len(rows), -1, dtype=np.int64)
     for thread in intervals.distinct(events.thread[candidates]):
@@ -90,12 +90,12 @@ def _is_functional(name: str) -> bool:
 
 
 _FROM_ACTIVITY = {"all_gather": "all_gather", "reduce": "reduce_scatter"}
-"""What an FSDP label itself does, for kernels whose name does not say (``ncclDevKernel_Generic``)."""
+"""The work of an FSDP label itself, for kernels with an unspecific name (``ncclDevKernel_Generic``)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collectives:
-    """The collectives of one rank, with what the timeline needs to know of them; rows are the table's."""
+    """The collectives of one rank, with the data that the timeline needs; rows are the table's."""
 
     table: CollectiveTable
     reason: Strings

@@ -105,9 +105,10 @@ def _by_worker(
     workers: Sequence[int],
     groups: Mapping[str, ProcessGroupInfo],
 ) -> list[str | None]:
-    """Fill in groups by gloo's threads: those a thread works for elsewhere, else what the others leave.
+    """Fill in groups by gloo's threads: the group that a thread works for elsewhere, otherwise the one
+    left over.
 
-    A group all of whose threads are known cannot be that of another thread.
+    A group whose threads are all known cannot be that of another thread.
     """
     known: dict[int, set[str]] = defaultdict(set)
     threads: dict[str, set[int]] = defaultdict(set)

@@ -60,7 +60,7 @@ from fsdp2prof.vocabulary import printable
 _TORCH = "at::"
 """Namespace of torch's own kernels."""
 _OPERATOR = "aten::"
-"""What launches compute from torch."""
+"""The launches of torch's compute kernels."""
 _POWER_CAP = "power_cap"
 """Reason for a lower clock that every GPU has under full load."""
 _MOST_THROTTLED = 0.05
@@ -126,7 +126,7 @@ class Lines:
     line: Strings
 
     def seen(self, start: IntArray, end: IntArray) -> list[str | None]:
-        """Return the line seen most in each stretch; null where none was seen."""
+        """Return the most frequent line in each interval; null if none was sampled."""
         first = np.searchsorted(self.end_ns, start, side="left").tolist()
         last = np.searchsorted(self.start_ns, end, side="right").tolist()
         return [
@@ -156,7 +156,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Sighted:
-    """What the recorder saw of one rank's host."""
+    """The recorder's samples of one rank's host."""
 
     lines: Lines
     """Where its thread was."""
@@ -166,7 +166,7 @@ class Sighted:
     """When Python collected garbage."""
 
     def gaps(self, start: IntArray, end: IntArray) -> list[str | None]:
-        """Return the line of each stretch, ``GARBAGE`` where garbage collections take most of it."""
+        """Return the line of each interval, ``GARBAGE`` if garbage collections take most of it."""
         collected = 2 * intervals.covered(self.collections, start, end) > end - start
         return [
             GARBAGE if is_garbage else line
@@ -175,7 +175,7 @@ class Sighted:
 
 
 def sighted(trace: Trace, manifest: RankManifest | None) -> Sighted:
-    """Return what the manifest beside a trace says; nothing where there is none, or no common clock."""
+    """Return the content of the manifest beside a trace; empty if there is none, or no common clock."""
     steps = [] if manifest is None or not trace.base_time_ns else manifest.host_steps
     base_ns = trace.base_time_ns
     lines = _lines([span for one in steps for span in one.lines], base_ns)
@@ -225,9 +225,9 @@ class RankTables:
     steps: StepTable
     """All labelled steps, in host time."""
     analysed: StepTable
-    """What is analysed, in host time."""
+    """The analysed range, in host time."""
     windows: StepTable
-    """What is analysed, in the time of the device (host-only: of the host)."""
+    """The analysed range, in the time of the device (host-only: of the host)."""
     measurable: tuple[int, ...]
     """Every step that has a window, analysed or not."""
     incomplete: list[IncompleteStep]
@@ -332,7 +332,7 @@ def _missing_records(
     incomplete: list[IncompleteStep],
     analysed: Collection[int],
 ) -> list[str]:
-    """Say which records of the device are missing or wrong, and what that does to the analysis."""
+    """Report which records of the device are missing or wrong, and the effect on the analysis."""
     told = []
     if incomplete and not len(device):
         known = [f"it has {len(calls):,} launches"] if len(calls) else []
@@ -374,7 +374,7 @@ def _disagreements(trace: Trace, manifest: RankManifest | None) -> list[str]:
 
 
 def _held_back(trace: Trace, manifest: RankManifest | None) -> list[str]:
-    """Say in which recorded steps the GPU's clock was lowered, or a quota kept the container waiting."""
+    """Report in which recorded steps the GPU's clock was lowered, or a quota throttled the container."""
     lowered: dict[str, list[int]] = {}
     quota: list[HostStep] = []
     for step in [] if manifest is None else manifest.host_steps:

@@ -67,10 +67,11 @@ class Script:
     def at(
         self, time: IntArray, outside: BoolArray, *, looped: bool
     ) -> tuple[IntArray, IntArray, tuple[str | None, ...]]:
-        """Say what the script did at some times of the host: a reason (of ``WHY``), a site and all sites.
+        """Describe the script's work at some times of the host: a reason (of ``WHY``), a site and all
+        sites.
 
-        ``outside``: whether a time is in no forward, backward or optimizer. A loss is of training, too:
-        backward follows it.
+        ``outside``: whether a time is outside any forward, backward or optimizer. A loss is part of
+        training, too: backward follows it.
         """
         sighted, loops = self._tables.sighted, self._loops
         line, away = sighted.lines.nearest(time)
@@ -132,10 +133,10 @@ class Script:
         return [(step, of["forward"], of["backward"]) for step, of in counts.items() if of["backward"]]
 
     def new_iterators(self) -> list[tuple[int, int, str | None]]:
-        """Return step, count and line of the data loaders' iterators that are made in it.
+        """Return step, count and line of the data loaders' iterators that are created in it.
 
-        Each draws a seed for its workers before its first batch; batches alone draw none. The line is the one
-        seen most until that batch is there.
+        Each draws a seed for its workers before its first batch; batches draw none. The line is the most
+        frequent one until that batch arrives.
         """
         tables = self._tables
         events = tables.trace.events
@@ -182,7 +183,7 @@ step in all: attention head by head, in every layer."""
 _LONGEST = 64
 """Operators in one pass of a loop."""
 _SMALL_NS = 250_000
-"""Mean time between two operators above which each is work of its own."""
+"""Mean time between two operators above which each counts as separate work."""
 _OF_PARAMETERS = frozenset({"aten::linear", "aten::addmm", "aten::embedding"})
 _PRODUCTS = frozenset({*PRODUCTS, *_OF_PARAMETERS, "aten::matmul", "aten::layer_norm"})
 """Operators of layers: without a manifest, a sequence with one may be a stack of layers."""
@@ -202,7 +203,7 @@ class Loops(Table):
 def find_loops(tables: RankTables, threads: Sequence[tuple[IntArray, IntArray]] | None = None) -> Loops:
     """Return the loops of a rank's analysed steps, with the backward of those in a forward or a loss.
 
-    None where nothing tells forward from the optimizer, which goes through its parameters one by one.
+    None if nothing separates forward from the optimizer, which goes through its parameters one by one.
     """
     labelled = tables.phases.phase.equals("forward").any()
     threads = threads if threads is not None else list(_threads(tables))
@@ -315,7 +316,7 @@ def _of_layer(name: str) -> bool:
 
 
 def _runs(same: BoolArray, least: int) -> Iterator[tuple[int, int]]:
-    """Yield ``[first, last)`` of each stretch of true values of at least a length."""
+    """Yield ``[first, last)`` of each run of true values of at least a given length."""
     edges = np.flatnonzero(np.diff(same.astype(np.int8), prepend=0, append=0))
     for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         if last - first >= least:

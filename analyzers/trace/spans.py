@@ -45,14 +45,14 @@ def loading_rows(trace: Trace, phases: PhaseTable) -> IntArray:
 
 
 _STEPS = 4
-"""Steps whose spans are kept until all ranks are there and one is chosen: the last ones."""
+"""Steps whose spans are kept until all ranks are available and one is chosen: the last ones."""
 
 _KEPT = 4000
 """Spans of a rank's step that are kept until then."""
 
 _FINEST = 1 << 14
 _COARSEST = 1 << 4
-"""Parts of the step that gaps are measured in: what is less than a part of them is folded in."""
+"""Parts of the step in which gaps are measured: smaller gaps are folded."""
 
 _LANES = tuple(LANES)
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "other_comm")
@@ -71,7 +71,7 @@ class SpanTable(Table):
     phase: Strings
     name: Strings
     collective: IntArray
-    """Row among the rank's analysed collectives; -1 for what is none, or several."""
+    """Row among the rank's analysed collectives; -1 for other activities, or several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,7 +285,7 @@ def _lanes(index: IntArray) -> Strings:
 
 
 def _short(names: Strings) -> Strings:
-    """Say kernels by the names of their functions; only those that occur."""
+    """Name kernels by their functions; only those that occur."""
     occurs = np.flatnonzero(np.bincount(names.codes + 1, minlength=len(names.values) + 1)[1:])
     short = Strings.intern(kernel_name(names.values[code]) for code in occurs.tolist())
     codes = np.full(len(names.values) + 1, -1, dtype=np.int32)
@@ -294,7 +294,7 @@ def _short(names: Strings) -> Strings:
 
 
 def _host_range(tables: RankTables, step: int, low: int, high: int) -> tuple[int, int]:
-    """Host time of a step: its label's, or the window's where it has no step label."""
+    """Host time of a step: its label's, or the window's if it has no step label."""
     rows = np.flatnonzero(tables.analysed.step == step)
     if not len(rows):
         return low, high

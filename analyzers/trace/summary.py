@@ -45,7 +45,7 @@ _NAMED = 3
 
 
 def sum_up(cross: CrossRank, ranks: int, analysed_ns: float) -> CrossRank:
-    """Add what a comparison says: the ranks by the waiting they caused, and sentences.
+    """Add the results of a comparison: the ranks by the waiting they caused, and sentences.
 
     ``ranks`` were compared over ``analysed_ns``, the sum of all their steps.
     """
@@ -158,7 +158,7 @@ def _mean_idle(steps: Sequence[StepBreakdown]) -> dict[str, float]:
 
 
 def _speed(speeds: Sequence[Throughput]) -> dict[str, float | None]:
-    """Tokens of the slowest rank, since all ranks together train no faster; means of what each rank does."""
+    """Tokens of the slowest rank, since all ranks together train no faster; means of each rank's work."""
 
     def known(name: str) -> list[float]:
         return [value for speed in speeds if (value := getattr(speed, name)) is not None]
@@ -183,7 +183,7 @@ def wire_of_payload(op: str, group_size: int) -> float | None:
 
 
 def bandwidth_fits(rows: Sequence[BandwidthRow]) -> list[BandwidthFit]:
-    """Fit every op of every process group that ran in three sizes or more; none where no line fits."""
+    """Fit every op of every process group that ran in three sizes or more; none if no line fits."""
     kinds: dict[tuple[str, str | None, str | None, int], dict[int, list[float]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -219,7 +219,7 @@ def _fit(kind: tuple[str, str | None, str | None, int], sizes: dict[int, list[fl
 
 
 def layer_waits(prefetch: Sequence[PrefetchRow], ranks: Sequence[RankTrace]) -> list[LayerWait]:
-    """Return one row per rank and awaited layer, by rank and layer; 0 where it was always in time."""
+    """Return one row per rank and awaited layer, by rank and layer; 0 if it was always in time."""
     steps = {rank.rank: len(rank.steps) for rank in ranks}
     stalls: Counter[tuple[int, str | None]] = Counter()
     for row in prefetch:
@@ -233,7 +233,7 @@ def layer_waits(prefetch: Sequence[PrefetchRow], ranks: Sequence[RankTrace]) -> 
 
 
 def summarise(analysis: TraceAnalysis) -> TraceAnalysis:
-    """Return the analysis with everything that follows from its ranks, rows and findings made anew."""
+    """Return the analysis with the results that depend on its ranks, rows and findings built again."""
     by_rank, windows = rank_means(analysis.ranks), window_count(analysis.ranks)
     by_layer = layer_rows(analysis.groups, windows) if windows else []
     totals = trace_totals(analysis.ranks, by_rank, analysis.attribution)

@@ -1,4 +1,4 @@
-"""One step of all ranks on one clock: the picture that people look at first."""
+"""One step of all ranks on one clock: the chart at the top of the report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SLICES = 96
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSteps:
-    """What the picture needs of one rank."""
+    """The chart's data of one rank."""
 
     summary: RankSummary
     steps: Sequence[RankSpans]
@@ -47,7 +47,7 @@ class _Index:
 
 
 def step_timeline(ranks: Sequence[RankSteps], comparison: RankComparison) -> StepTimeline | None:
-    """Return a typical step of the ranks that matter most; None where no step was analysed."""
+    """Return a typical step of the ranks that matter most; None if no step was analysed."""
     step = _typical([rank.steps for rank in ranks])
     if step is None:
         return None
@@ -130,10 +130,8 @@ def _worth_showing(
 def _shifts(
     chosen: Sequence[tuple[RankSteps, RankSpans]], comparison: RankComparison
 ) -> tuple[list[int], bool]:
-    """Return what to add to each rank's times so that the first step window begins at 0.
-
-    And whether the clocks agree.
-    """
+    """Return the offset of each rank's times so that the first step window begins at 0, and whether the
+    clocks agree."""
     offsets = comparison.result.clock_offset_ns
     clocks = {rank.summary.clock for rank, _ in chosen}
     aligned = len(clocks) == 1 or clocks <= offsets.keys()

@@ -95,7 +95,7 @@ def _held(phases: PhaseTable, aside: WorkTable, calls: _WaitCalls) -> tuple[IntA
 
 
 def _device_waits(phases: PhaseTable, collectives: Collectives, calls: _WaitCalls) -> IntArray:
-    """Host time at which the wait for each collective was enqueued; -1 where none is known."""
+    """Host time at which the wait for each collective was enqueued; -1 if none is known."""
     table, issue = collectives.table, collectives.table.issue_ns
     wait = np.full(len(table), -1, dtype=np.int64)
     known = issue >= 0
@@ -189,9 +189,9 @@ class _WaitCalls:
 
 
 def _host_waits(phases: PhaseTable, queue: WorkTable, collectives: Collectives) -> IntArray:
-    """Start of the operator that needs each collective; -1 where none is known.
+    """Start of the operator that needs each collective; -1 if none is known.
 
-    The caller's next one if that began after the collective ended (the caller was blocked), else the
+    The caller's next one if it began after the collective ended (the caller was blocked), otherwise the
     layer's copy-out.
     """
     table = collectives.table
@@ -245,6 +245,6 @@ def _measure(
 
 
 def _root(fqn: str) -> str:
-    """Prefix that tells the modules of several roots apart; empty where there is one."""
+    """Prefix that distinguishes the modules of several roots; empty if there is one."""
     prefix, colon, _ = fqn.partition(":")
     return prefix if colon else ""

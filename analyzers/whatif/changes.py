@@ -1,6 +1,6 @@
-"""The changes that can be tried on a recorded run: how each is written, when it applies, what it does.
+"""The changes that can be tried on a recorded run: their notation, conditions and effects.
 
-A change edits the order of the programs, or how long things take, or both; what it costs in memory follows
+A change edits the order of the programs, or the times of their parts, or both; its cost in memory follows
 from the bytes of the all-gathers that it keeps.
 """
 

@@ -1,4 +1,5 @@
-"""Changes to the order of a recorded program: what is gathered when, and what is not gathered at all."""
+"""Changes to the order of a recorded program: which layers are gathered when, and which are not gathered
+at all."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class Gather:
     issue: range
     """From the label's beginning to its end: copy-in and the collective's launch."""
     copy_out: range
-    """Empty where there is none."""
+    """Empty if there is none."""
     needed_at: int
     """Position at which the hook that uses it ends; the position after which prefetches for others go."""
     payload_bytes: int
@@ -67,7 +68,7 @@ def _gathers(program: RankProgram) -> list[Gather]:
 
 
 def without_gathers(program: RankProgram, dropped: list[Gather]) -> RankProgram:
-    """Leave all-gathers out, with their copies and with what the host does for them."""
+    """Leave all-gathers out, with their copies and the host work for them."""
     return _without(program, [part for one in dropped for part in (one.issue, one.copy_out)])
 
 
@@ -101,7 +102,7 @@ def reduced_once(program: RankProgram) -> tuple[RankProgram, dict[str, int]]:
 
 
 def batches_at_hand(program: RankProgram) -> RankProgram:
-    """Take no host time to get a batch: what is launched meanwhile stays."""
+    """Set the host time to get a batch to zero: launches in that time stay."""
     inside = {
         position
         for name, begin, end in _label_ranges(program.points)
@@ -142,10 +143,10 @@ def _without(program: RankProgram, parts: list[range]) -> RankProgram:
 
 
 def prefetched(program: RankProgram, phase: str, ahead: int) -> RankProgram:
-    """Gather each layer ``ahead`` layers before the one that needs it, where its phase has that many.
+    """Gather each layer ``ahead`` layers before the one that needs it, if its phase has that many.
 
-    As FSDP2 does by ``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch``: the gather
-    is issued when the hook of the layer before has its own parameters.
+    As FSDP2 does with ``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch``: the
+    gather is issued when the hook of the earlier layer has its own parameters.
     """
     placed: dict[int, list[Gather]] = {}
     gone: set[int] = set()
@@ -164,7 +165,7 @@ def prefetched(program: RankProgram, phase: str, ahead: int) -> RankProgram:
 
 
 def resharded(program: RankProgram, policy: str) -> RankProgram:
-    """Keep layers gathered after forward (``never``), the root alone (``default``), or none (``always``)."""
+    """Keep layers gathered after forward (``never``), only the root (``default``), or none (``always``)."""
 
     def stays(fqn: str) -> bool:
         return stays_gathered(policy, is_root=is_root(fqn))
@@ -190,7 +191,7 @@ def _missing(found: list[Gather], wanted: set[str]) -> list[Gather]:
 
 
 def _with_copies(program: RankProgram, missing: list[Gather]) -> RankProgram:
-    """Gather layers once more before their backward: what their forward's gather did, again."""
+    """Gather layers once more before their backward, in the same way as in forward."""
     points = list(program.points)
     number = max(program.activities) + 1
     activities = dict(program.activities)

@@ -17,7 +17,7 @@ Role: TypeAlias = Literal["", "copy_in", "copy_out", "reduce", "to_host"]
 
 @dataclass(slots=True, eq=False)
 class Activity:
-    """Something that ran beside the host, with what the recording says about it."""
+    """An activity beside the host, with its recorded data."""
 
     index: int
     """Its own in the program of its rank; a copy that a change adds gets a new one."""
@@ -40,19 +40,19 @@ class Activity:
     meeting: int = -1
     """Number of a collective in which ranks were matched; equal on all its ranks."""
     transfer_ns: int = 0
-    """A collective's, from the arrival of its last rank (where that is not known: of this one)."""
+    """A collective's time from the arrival of its last rank (if that is not known: of this one)."""
     gap: int = 0
     """From the moment at which everything known allowed it to start, to its start; never negative."""
     early: int = 0
-    """How long before its launch and the usual latency it started, as a negative number; else 0."""
+    """How long before its launch plus the usual latency it started, as a negative number; otherwise 0."""
     overlap: int = 0
-    """How long it ran beside what was launched before it on its stream."""
+    """How long it overlapped with earlier launches on its stream."""
     rules: frozenset[str] = frozenset()
     """Waits of FSDP2 that the recording contradicts."""
     after: tuple[Activity, ...] = ()
-    """What it was seen to wait for, where no rule says so."""
+    """Its observed dependency, if no rule explains it."""
     origin: int = -1
-    """Activity that it is a copy of; its own index where it was recorded."""
+    """Activity that it is a copy of; its own index if it was recorded."""
 
     @property
     def duration(self) -> int:
@@ -62,22 +62,22 @@ class Activity:
 
 @dataclass(slots=True, eq=False)
 class Point:
-    """The end of a stretch of the host's time."""
+    """The end of an interval of the host's time."""
 
     number: int
     """Its place in the recording."""
     begin: int
-    """Where the stretch began in the recording."""
+    """Recorded start of the interval."""
     end: int
     work_ns: int
-    """What of it the host worked; the rest it was blocked."""
+    """The host's working time in it; in the rest it was blocked."""
     compute_ns: int = 0
     """Part of ``work_ns`` that computed (a CPU is host and device)."""
     update_ns: int = 0
     """Part of ``compute_ns`` that updated parameters: the optimizer's."""
     launches: Activity | None = None
     awaits: Activity | None = None
-    """The host goes on when this is over."""
+    """The host continues when this has ended."""
     syncs: bool = False
     """It waits because a call synchronises with the device."""
     needs: Activity | None = None
@@ -88,7 +88,7 @@ class Point:
     """Name of the label that begins or ends here."""
     opens: bool = False
     copy: bool = False
-    """Whether a change repeats the recorded stretch here."""
+    """Whether a change repeats the recorded interval here."""
 
 
 @dataclass(slots=True)
@@ -120,9 +120,10 @@ class RankProgram:
     boundary: int = -1
     """Number of the point at which the first analysed step begins: all up to it stays as recorded."""
     waits: dict[int, list[tuple[bool, Activity]]] | None = field(default=None, init=False, repr=False)
-    """What each activity waits for, and whether it ran beside it; a changed copy begins without it."""
+    """Dependencies of each activity, and whether it overlaps with them; a changed copy begins without
+    them."""
     found: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
-    """What was looked up in these points once; a changed copy of the program begins without it."""
+    """Cached look-ups in these points; a changed copy of the program begins without them."""
 
 
 Job: TypeAlias = "list[RankProgram]"

@@ -80,7 +80,7 @@ class _Mark:
 
 
 def _activities(tables: RankTables, *, on_device: bool) -> tuple[dict[int, Activity], dict[int, int]]:
-    """Collectives first, numbered as in their table, then (on a device) everything else that ran."""
+    """Collectives first, numbered as in their table, then (on a device) all other activities."""
     table = tables.collectives.table
     found: dict[int, Activity] = {}
     events: dict[int, int] = {}
@@ -171,8 +171,8 @@ def _label_marks(tables: RankTables) -> list[_Mark]:
 def _launch_times(tables: RankTables, activities: dict[int, Activity]) -> dict[int, int]:
     """Return when the host launched each activity, in the order in which each stream ran them.
 
-    A stream runs its work in the order of its launches. So what has no launch in the file (queued before it
-    began, or trimmed) was launched no later than the next activity of its stream.
+    A stream runs its work in the order of its launches. So an activity without a launch in the file
+    (queued before it began, or trimmed) was launched no later than the next activity of its stream.
     """
     on_device = len(tables.device) > 0
     known = [
@@ -190,7 +190,7 @@ def _launch_times(tables: RankTables, activities: dict[int, Activity]) -> dict[i
 
 
 def _wait_marks(tables: RankTables, activities: dict[int, Activity]) -> list[_Mark]:
-    """Where the compute stream was told to wait for each collective."""
+    """Waits of the compute stream for each collective."""
     rows = np.flatnonzero(tables.waits.wait_ns >= 0)
     return [_Mark(int(tables.waits.wait_ns[row]), 4, {"needs": activities[row]}) for row in rows.tolist()]
 
@@ -206,7 +206,7 @@ def _host_wait_marks(tables: RankTables, activities: dict[int, Activity]) -> lis
 
 
 def _sync_marks(tables: RankTables, activities: dict[int, Activity], launches: dict[int, int]) -> list[_Mark]:
-    """Where a call stopped the host until the device was done with what had been launched."""
+    """Calls that blocked the host until the device had finished all earlier launches."""
     events = tables.trace.events
     calls = np.flatnonzero(events.name.matches(backends.always_blocks) & (events.thread >= 0))
     ends = sorted((one.end, launches[index], index) for index, one in activities.items())
@@ -253,7 +253,7 @@ def _points(tables: RankTables, marks: list[_Mark], *, on_device: bool) -> list[
 
 
 def _meet(programs: Sequence[RankProgram], summaries: Sequence[RankSummary]) -> None:
-    """Number the collectives in which ranks met, and tell each one's transfer from its wait."""
+    """Number the collectives that ranks joined, and separate each one's transfer from its wait."""
     order = sorted(range(len(programs)), key=lambda at: programs[at].rank)
     matched = match_collectives([summaries[at] for at in order])
     for program in programs:

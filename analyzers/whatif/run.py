@@ -36,7 +36,7 @@ class Pace:
     """A kernel's or a copy's time; a collective's transfer."""
     host_ns: Callable[[Point], int] = lambda point: point.work_ns
     one_communicator: bool = True
-    """Whether collectives of one process group run one after the other; else only those of one kind."""
+    """Whether collectives of one process group run one after the other; otherwise only those of one kind."""
     waits_for: frozenset[int] | None = None
     """Ranks that collectives wait for; None is all."""
 
@@ -47,13 +47,13 @@ class RankRun:
 
     program: RankProgram
     begin: list[int] = field(default_factory=list)
-    """Of each point's stretch."""
+    """Of each point's interval."""
     end: list[int] = field(default_factory=list)
     started: dict[int, int] = field(default_factory=dict)
     """Activity -> its start."""
     ended: dict[int, int] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
-    """Nanoseconds of each analysed step, once they were asked for."""
+    """Nanoseconds of each analysed step, once requested."""
 
 
 @dataclass(slots=True)
@@ -71,9 +71,9 @@ class Ran:
 
 
 def prepare(job: Job) -> Ran:
-    """Learn from the recorded times what each activity waited for beyond the rules, and how long.
+    """Learn each activity's dependencies beyond the rules, and its waits, from the recorded times.
 
-    Afterwards :func:`run` gives back every recorded time exactly; return such a run.
+    Afterwards :func:`run` reproduces every recorded time exactly; return such a run.
     """
     for program in job:
         state = _Streams(program, Pace())
@@ -113,7 +113,7 @@ def prepare(job: Job) -> Ran:
 
 
 def _followed(one: Activity, waits: Iterable[tuple[str, Activity]]) -> list[tuple[bool, Activity]]:
-    """Return what an activity waits for, and whether it ran beside it, where the recording agrees."""
+    """Return an activity's dependencies, and whether it overlaps with them, if the recording agrees."""
     return [(rule in one.rules, other) for rule, other in waits if rule == "stream" or rule not in one.rules]
 
 
@@ -130,14 +130,14 @@ def _recorded(program: RankProgram) -> RankRun:
 
 
 def _set_boundary(program: RankProgram) -> None:
-    """Find where the first analysed step begins: what came before is given, and no change reaches it."""
+    """Find where the first analysed step begins: earlier times are fixed, and no change affects them."""
     name = f"{STEP_LABEL}{program.steps[0]}" if program.steps else ""
     begins = (point.number for point in program.points if name and point.opens and point.label == name)
     program.boundary = next(begins, -1)
 
 
 def _seen_cause(before: list[Activity], one: Activity) -> Activity | None:
-    """Return what ended just before an activity started, on another stream."""
+    """Return the activity that ended just before an activity started, on another stream."""
     found = None
     for other in reversed(before[-256:]):
         late = one.start - other.end
@@ -264,16 +264,16 @@ def _steps(
 
 
 class _Streams:
-    """What was launched so far, and so what the next activity waits for."""
+    """The launches so far, and therefore the dependencies of the next activity."""
 
     def __init__(self, program: RankProgram, pace: Pace) -> None:
         self._on_device, self._compute_stream = program.on_device, program.compute_stream
         self._one_communicator = pace.one_communicator
         self._tails: dict[int, list[Activity]] = {}
-        """Stream -> what runs last on it: several where activities overlapped in the recording."""
+        """Stream -> its last activity: several if activities overlapped in the recording."""
         self._communicator: dict[tuple[str, str], Activity] = {}
         self._told: list[Activity] = []
-        """Collectives that the compute stream was told to wait for since it last got work."""
+        """Collectives that the compute stream must wait for since its last work."""
         self._copied_in: Activity | None = None
         self._copied_out: list[Activity] = []
         self._reduced: Activity | None = None
@@ -294,7 +294,7 @@ class _Streams:
             self._told.append(self._aside)
 
     def waits_of(self, one: Activity) -> list[tuple[str, Activity]]:
-        """Return what an activity waits for, each with the name of its rule."""
+        """Return an activity's dependencies, each with the name of its rule."""
         ahead = self._tails.get(one.stream, ()) if self._on_device else ()
         found = [("stream", other) for other in ahead]
         if one.kind == "collective":
@@ -365,7 +365,8 @@ def mean_step_ns(ran: Ran, ranks: frozenset[int] | None = None) -> float:
 
 
 def mean_steps_ns(ran: Ran, ranks: frozenset[int] | None = None) -> dict[int, float]:
-    """Return each analysed step, a mean over the ranks that have it; their mean is :func:`mean_step_ns`'s."""
+    """Return each analysed step, a mean over the ranks that have it; their mean is that of
+    :func:`mean_step_ns`."""
     lengths: dict[int, list[int]] = {}
     for one in ran.ranks:
         if ranks is None or one.program.rank in ranks:
@@ -431,7 +432,7 @@ class _Moved:
         return now - max(one.end for one in _of_step(self._recorded, step))
 
     def _label(self, step: int, *, opens: bool) -> int:
-        """How much later the label of a step opens or closes; without one, the last stretch ends."""
+        """How much later the label of a step opens or closes; without one, the last interval ends."""
         ran, name = self._ran, f"{STEP_LABEL}{step}"
         for point, end in zip(ran.program.points, ran.end, strict=True):
             if point.label == name and point.opens == opens:
@@ -447,5 +448,5 @@ def _by_step(activities: Iterable[Activity]) -> dict[int, list[Activity]]:
 
 
 def _of_step(activities: dict[int, list[Activity]], step: int) -> list[Activity]:
-    """Activities launched in a step; all where the whole trace is taken as one."""
+    """Activities launched in a step; all if the whole trace is one step."""
     return activities[step] if step in activities else [*chain.from_iterable(activities.values())]

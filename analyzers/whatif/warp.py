@@ -50,7 +50,7 @@ class _Host:
         return cls(table[:, 1], table[:, 2], table[:, 3], table[:, 4], np.ones(len(table), dtype=np.bool_))
 
     def moved(self, time: IntArray, *, ends: bool) -> IntArray:
-        """Return when host times come now; at a border, a beginning goes with what follows it."""
+        """Return the new host times; at a boundary, a beginning stays with the following interval."""
         row = np.searchsorted(self.begin, time, side="left" if ends else "right") - 1
         row = np.clip(row, 0, len(self.begin) - 1)
         begin, end = self.begin[row], self.end[row]
@@ -104,7 +104,7 @@ def _moved(trace: Trace, ran: RankRun, hosts: _Host, owner: dict[int, int]) -> _
 
 
 def _kept(trace: Trace, ran: RankRun) -> BoolArray:
-    """Rows that do not lie in a stretch that was left out."""
+    """Rows outside the intervals that were left out."""
     events = trace.events
     keep = np.ones(len(events), dtype=np.bool_)
     for begin, end in ran.program.left_out:
@@ -264,7 +264,7 @@ def _assembled(trace: Trace, parts: list[_Rows]) -> Trace:
 
 
 def _renumbered(table: EventTable, copy: BoolArray) -> EventTable:
-    """Give repeated launches and their activities correlations of their own."""
+    """Give repeated launches and their activities new correlation ids."""
     if not copy.any():
         return table
     highest = int(max(table.correlation.max(initial=0), table.external_id.max(initial=0))) + 1

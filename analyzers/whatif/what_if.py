@@ -44,7 +44,7 @@ _ASSUMPTIONS = (
 )
 
 _WORTH_SAYING = 0.002
-"""Gain, of a step, below which a change is not said to help."""
+"""Gain, as a share of a step, below which a change is not reported as helpful."""
 
 _MUCH = 0.1
 """Part of a gain from which a place is named."""
@@ -124,7 +124,8 @@ def what_if(
 
 
 def _best(rows: Sequence[WhatIfChange]) -> WhatIfChange | None:
-    """Return what gains most of what a script can have; where nothing of it helps, what gains most at all."""
+    """Return the change with the largest gain among those that a script can make; if none helps, the
+    largest of all."""
     applied = [row for row in rows if row.step_ns is not None]
     own = [row for row in applied if not row.other_hardware and (row.gained_frac or 0) >= _WORTH_SAYING]
     return next(iter(own or applied), None)
@@ -156,7 +157,7 @@ def with_what_ifs(
     ranks: Sequence[tuple[RankProgram, RankSummary]],
     thresholds: FindingThresholds | None = None,
 ) -> TraceAnalysis:
-    """Return an analysis with every single change tried, and the ledger's remedies with what they gain."""
+    """Return an analysis with every single change tried, and the ledger's remedies with their gains."""
     recorded = replay_job(ranks)
     changes = single_changes(recorded.job, _stragglers(analysis))
     tried = try_each(recorded, changes, _cannot_be_replayed(analysis))
@@ -164,7 +165,7 @@ def with_what_ifs(
 
 
 def _cannot_be_replayed(analysis: TraceAnalysis) -> str | None:
-    """Return why no replay says anything of a job: its ranks take turns on a device."""
+    """Return why a replay cannot describe a job: its ranks share a device."""
     entries = [] if analysis.ledger is None else analysis.ledger.entries
     shared = next((one.evidence.get("ranks") for one in entries if one.id == "sharing_a_device"), None)
     if not isinstance(shared, list):
@@ -174,7 +175,7 @@ def _cannot_be_replayed(analysis: TraceAnalysis) -> str | None:
 
 
 def sentence(row: WhatIfChange) -> str:
-    """Say what a change gains and costs: ``explicit forward prefetch of 2: -14.0 ms a step, +0.9 GiB``."""
+    """Report a change's gain and cost: ``explicit forward prefetch of 2: -14.0 ms per step, +0.9 GiB``."""
     gained = row.gained_ns or 0.0
     part = format_frac(abs(row.gained_frac or 0.0))
     time = f"{'-' if gained >= 0 else '+'}{format_ns(abs(gained))} a step ({part})"
