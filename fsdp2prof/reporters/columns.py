@@ -37,7 +37,7 @@ from fsdp2prof.vocabulary import Word, layer_name
 
 
 class Make(Protocol):
-    """What makes a column of one format."""
+    """Function that makes a column of one format."""
 
     def __call__(self, key: str = ..., label: str | None = ..., of: Source = ...) -> Column:
         """Return a column; see :class:`~fsdp2prof.reporters.document.Column`."""
@@ -79,7 +79,8 @@ def number(key: str, label: str | None = None, show: Show = show_text, of: Sourc
 
 
 def _shown_by(show: Show, kind: Kind = "number", key: str = "", label: str | None = None) -> Make:
-    """Return what makes columns of one format; ``key`` and ``label`` are for a column without its own."""
+    """Return the function that makes columns of one format; ``key`` and ``label`` are for a column without
+    its own."""
 
     def make(key: str = key, label: str | None = label, of: Source = None) -> Column:
         return Column(name=key, label=_label(key, label), kind=kind, show=show, of=of)
@@ -141,11 +142,11 @@ def table(
     known: bool = False,
     whole: bool = False,
 ) -> Table:
-    """Return a table of a row an item.
+    """Return a table with one row per item.
 
-    ``every``: the items with nothing folded, where that differs. ``totals``: values by the columns' names.
-    ``scale``: more items whose values the units are for. ``known`` leaves out columns without any value.
-    ``whole``: every row is always shown.
+    ``every``: the items without folding, if that differs. ``totals``: values by the columns' names.
+    ``scale``: further items whose values the units are for. ``known`` leaves out columns without any
+    value. ``whole``: every row is always shown.
     """
     shown, unfolded = list(items), None if every is None else list(every)
     columns = _scaled(columns, [*shown, *(unfolded or ()), *scale])
@@ -179,7 +180,7 @@ def table(
 
 
 def data(key: str, title: str, kind: type | Sequence[str], items: Iterable[Any], leave: str = "") -> Table:
-    """Return a table for data formats alone: raw values of a dataclass's fields, a layer by its name."""
+    """Return a table for data formats only: raw values of a dataclass's fields, a layer by its name."""
     keys = [field.name for field in fields(kind)] if isinstance(kind, type) else kind
     columns = [layer(one, one) if one == "fqn" else text(one, one) for one in keys if one != leave]
     return table(key, title, columns, items)

@@ -30,7 +30,7 @@ Value: TypeAlias = "str | int | float | bool | None"
 
 Kind: TypeAlias = Literal["text", "name", "prose", "number", "bar", "state"]
 Source: TypeAlias = "str | int | Callable[[Any], Any] | None"
-"""Where a column finds its value in an item: None is the attribute of its own name; ``"1.count"`` is the
+"""Source of a column's value in an item: None is the attribute of its own name; ``"1.count"`` is the
 attribute ``count`` of the item's second part."""
 
 
@@ -40,18 +40,18 @@ def _plain(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """One column: its key in data, its header for people, and how its values are written."""
+    """One column: its key in data, its header for readers, and the format of its values."""
 
     name: str
     """Key in CSV and data frames, with its unit: ``exposed_ns``."""
     label: str
-    """Header for people; may break lines."""
+    """Header for readers; may break lines."""
     kind: Kind = "text"
     """``name``: long untrusted text that may wrap, and lose its middle; ``prose``: words that wrap and are
     never cut; ``number``: right-aligned, sorts by value; ``bar``: a
     fraction (0..1) drawn as a bar; ``state``: coloured by its word."""
     show: Callable[[Any], str] = _plain
-    """A value as people read it."""
+    """A value as readers see it."""
     of: Source = None
     """Where an item has the value."""
     scale: Literal["", "ms", "bytes"] = ""
@@ -67,14 +67,14 @@ class Column:
         return self.label.replace("-\n", "-").replace("\n", " ")
 
     def text(self, value: Value) -> str:
-        """Write a cell for people; text in a column of numbers stands as it is."""
+        """Format a cell for readers; text in a column of numbers is unchanged."""
         if isinstance(value, str) and self.kind == "number":
             return value
         plus = self.signed and isinstance(value, (int, float)) and value > 0
         return f"+{self.show(value)}" if plus else self.show(value)
 
     def taken(self, item: Any) -> Any:
-        """Return what the item has for this column."""
+        """Return the item's value for this column."""
         if callable(self.of):
             return self.of(item)
         for part in str(self.name if self.of is None else self.of).split("."):
@@ -82,7 +82,7 @@ class Column:
         return item
 
     def value(self, item: Any) -> Value:
-        """Return the cell of an item; a list is written with commas, None where it is empty."""
+        """Return the cell of an item; a list is written with commas, None if it is empty."""
         value = self.taken(item)
         return (", ".join(map(str, value)) or None) if isinstance(value, (list, tuple)) else value
 
@@ -97,14 +97,14 @@ class Table:
     note: str = ""
     """Units, order and omissions of a column, which the title does not state."""
     columns: Sequence[Column]
-    """What matters most on the left: a narrow terminal leaves out the right ones, never the first."""
+    """Most important columns on the left: a narrow terminal leaves out the right ones, never the first."""
     rows: Sequence[Sequence[Value]]
     limit: int | None = None
     """Rows that are enough at first; the rest with ``-v``, or behind a fold."""
     whole: bool = False
     """Whether every row is shown, however short the room is: they sum to the totals."""
     noun: str = "row"
-    """What a row is, to count those left out."""
+    """The kind of a row, for the count of those left out."""
     totals: Sequence[Sequence[Value]] = ()
     """Rows under a line: means, sums, percentages; None leaves a cell empty."""
     remarks: Sequence[str] = ()
@@ -126,13 +126,13 @@ class Spark:
     values: Sequence[float]
     """Heights from left to right, zero or more."""
     title: str = ""
-    """What the heights are, where the chart's own title says something else."""
+    """Meaning of the heights, if the chart's own title differs."""
     full: str
-    """What the full height is, in words: ``12.0 MiB``."""
+    """Meaning of the full height, in words: ``12.0 MiB``."""
     marks: str = ""
     """One letter under each value; empty for none."""
     legend: str = ""
-    """What the letters mean."""
+    """Meaning of the letters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,9 +146,9 @@ class Chart:
     figure: Mapping[str, Any]
     """``{"data": [...], "layout": {...}}`` as plotly takes it; names in it are escaped already."""
     detail: Mapping[str, Any] | None = None
-    """What a page draws by level of zoom instead, of a chart that holds more than can be seen at once: spans
-    in lanes as :func:`~fsdp2prof.reporters.documents.timeline.timeline_detail` lays them out, names as they
-    are."""
+    """The drawing of a page by level of zoom, for a chart with more data than can be seen at once: spans
+    in lanes as :func:`~fsdp2prof.reporters.documents.timeline.timeline_detail` lays them out, names
+    unchanged."""
     spark: Spark | None = None
 
 
@@ -175,7 +175,7 @@ class Sentences:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
-    """What is worth acting on, the most severe first."""
+    """Findings to act on, the most severe first."""
 
     title: str
     findings: Sequence[Finding]
@@ -227,14 +227,14 @@ class Document:
     title: str
     subtitle: str = ""
     verdict: Sequence[str] = ()
-    """At most three sentences: what bounds this, the most expensive place, what to try."""
+    """At most three sentences: the limit, the most expensive place, the change to try."""
     changes: Sequence[str] = ()
     """The most effective changes, best first, each with the gain measured by replay."""
     numbers: Sequence[KeyFigure] = ()
     sections: Sequence[Section] = ()
     warnings: Sequence[str] = ()
     result: Any = None
-    """What it was made from, which is also its JSON."""
+    """The result that it was made from, which is also its JSON."""
     data: Sequence[Table] = field(default=())
     """Tables that only data formats hold (every step, every rank), by name beside those of the sections."""
     places: Callable[[], Mapping[str, Sequence[Link]]] = dict
@@ -245,7 +245,7 @@ class Document:
     """Lines of text that the short form has at most, 100 columns wide."""
 
     def short(self) -> Sequence[Section]:
-        """Return the sections of the short form: ``brief``, else all but details, without charts."""
+        """Return the sections of the short form: ``brief``, otherwise all but details, without charts."""
         if self.brief:
             return self.brief
         shown = [section for section in self.sections if not section.detail] or self.sections
@@ -256,7 +256,7 @@ class Document:
         return [section for section in worded if section.blocks]
 
     def part(self, anchor: str) -> Document:
-        """Return the document with one of its sections alone. Raises ``UsageError`` for another name."""
+        """Return the document with only one of its sections. Raises ``UsageError`` for another name."""
         chosen = [section for section in self.sections if section.anchor == anchor]
         if not chosen:
             known = ", ".join(section.anchor for section in self.sections) or "none"

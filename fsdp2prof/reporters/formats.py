@@ -1,7 +1,7 @@
-"""How values are written for people: one function a unit.
+"""How values are written for readers: one function per unit.
 
-Each function takes a value as the result has it (integer nanoseconds, bytes, fractions; None is unknown) and
-returns its text. A column keeps one unit and one number of decimals, so that its numbers line up.
+Each function takes a value as the result has it (integer nanoseconds, bytes, fractions; None is unknown)
+and returns its text. A column keeps one unit and one number of decimals, so that its numbers align.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def scaled(value: float | None, scale: int, digits: int) -> str:
 
 
 def known(write: Callable[[Any], str]) -> Show:
-    """Return what writes a value by a function, and an unknown one as ``-``."""
+    """Return a function that writes a value with the given one, and an unknown one as ``-``."""
     return lambda value: _UNKNOWN if value is None else write(value)
 
 
@@ -87,17 +87,17 @@ def show_gb_per_s(value: float | None) -> str:
 
 
 def show_in(scale: int, digits: int) -> Show:
-    """Return what writes numbers in units of ``scale``."""
+    """Return a function that writes numbers in units of ``scale``."""
     return lambda value: scaled(value, scale, digits)
 
 
 def signed(show: Show) -> Show:
-    """Return what writes a change: the same text, with ``+`` before growth."""
+    """Return a function that writes a change: the same text, with ``+`` before growth."""
     return lambda value: f"+{show(value)}" if value is not None and value > 0 else show(value)
 
 
 def words(vocabulary: Mapping[str, Word]) -> Show:
-    """Return what writes a word of a vocabulary by its label, and another as it is."""
+    """Return a function that writes a vocabulary's word by its label, and any other word unchanged."""
     return lambda value: (
         _UNKNOWN if value is None else vocabulary[value].label if value in vocabulary else value
     )

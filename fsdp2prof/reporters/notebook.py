@@ -1,4 +1,4 @@
-"""Results in a notebook: their document as data frames, figures and a piece of HTML."""
+"""Results in a notebook: their document as data frames, figures and HTML."""
 
 from __future__ import annotations
 

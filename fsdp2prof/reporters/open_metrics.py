@@ -25,7 +25,7 @@ from fsdp2prof.vocabulary import layer_name, printable
 _NS = 1e9
 _UNITS = ("seconds", "bytes", "ratio")
 _OF_A_RANK = ("rank", "device", "source")
-"""Labels that tell one rank's value from another's."""
+"""Labels that distinguish one rank's value from another's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class Metric:
     """One gauge and its samples."""
 
     name: str
-    """Ends in the unit, where it has one."""
+    """Ends in the unit, if it has one."""
     unit: str
     help: str
     samples: Sequence[tuple[Mapping[str, str], float]]
@@ -69,7 +69,7 @@ def tracker_scalars(result: Any) -> dict[str, float]:
 
 
 def metrics_of(result: Any) -> list[Metric]:
-    """Return what a run, a trace or a memory analysis comes to; a metric without samples is left out."""
+    """Return the metrics of a run, a trace or a memory analysis; a metric without samples is left out."""
     if isinstance(result, WatchedRun):
         return [metric for metric in _watched(result) if metric.samples]
     if isinstance(result, RunAnalysis):
@@ -258,7 +258,7 @@ def markdown(outcomes: Sequence[Outcome], verdict: Sequence[str] = ()) -> str:
 
 
 def junit(outcomes: Sequence[Outcome]) -> bytes:
-    """Return a test suite with a case a condition; one that held is a failure."""
+    """Return a test suite with one case per condition; a condition that held is a failure."""
     failed = sum(outcome.failed for outcome in outcomes)
     suite = ElementTree.Element(
         "testsuite", name="fsdp2prof", tests=str(len(outcomes)), failures=str(failed), errors="0"

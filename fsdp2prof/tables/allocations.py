@@ -1,4 +1,4 @@
-"""What a memory history holds, in columns."""
+"""The content of a memory history, in columns."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ class AllocationTable(Table):
     stack: IntArray
     """Row of the stack in the recording's :class:`Stacks`; -1 unknown."""
     tag: Strings
-    """``user_metadata`` the recorder set when it was allocated; None where it set none."""
+    """``user_metadata`` that the recorder set at the allocation; None if it set none."""
     release_order: IntArray
     """When the block could be reused: after ``free_order`` while another stream still needed it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentTable(Table):
-    """Memory the allocator took from the device (reserved), one row per segment or mapped range.
+    """Memory that the allocator reserved from the device, one row per segment or mapped range.
 
-    Orders and times as in :class:`AllocationTable`. Empty where there is no caching allocator.
+    Orders and times as in :class:`AllocationTable`. Empty without a caching allocator.
     """
 
     alloc_order: IntArray
@@ -82,7 +82,7 @@ class BlockTable(Table):
     size: IntArray
     """Bytes of the block, rounding included."""
     requested: IntArray
-    """Bytes asked for; equal to ``size`` where the file does not say, 0 in free blocks."""
+    """Requested bytes; equal to ``size`` if the file does not contain them, 0 in free blocks."""
     state: Strings
     """``allocated``, ``pending_free`` (freed, still needed by another stream) or ``free``."""
     segment: IntArray
@@ -145,7 +145,7 @@ MemorySource: TypeAlias = Literal["cuda_snapshot", "storage_count", "kineto", "e
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryRecording:
-    """One device's memory history, whoever made it: what every memory analysis starts from."""
+    """One device's memory history, recorded or estimated: the input of every memory analysis."""
 
     source: MemorySource
     device: str

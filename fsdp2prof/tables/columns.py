@@ -1,4 +1,4 @@
-"""Columns and what every table can do: select rows, concatenate, become a DataFrame."""
+"""Columns and the operations of every table: select rows, concatenate, become a DataFrame."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Strings:
 
 
 class Table:
-    """Base of the tables: equal lengths checked once, row selection, and a DataFrame for people."""
+    """Base of the tables: equal lengths checked once, row selection, and a DataFrame for users."""
 
     __slots__ = ()
 

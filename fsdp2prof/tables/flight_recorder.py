@@ -25,7 +25,7 @@ class Issued:
     """Counts the collectives of the group from 1, and apart from them its point-to-point calls."""
     backend: str
     op: str
-    """One of ``fsdp2prof.vocabulary.OPS``, or torch's own name where none fits."""
+    """One of ``fsdp2prof.vocabulary.OPS``, or torch's own name if none fits."""
     p2p: bool
     input_sizes: Sizes
     output_sizes: Sizes
@@ -65,7 +65,7 @@ class FlightDump:
     groups: Mapping[str, Sequence[int]]
     """Ranks of the process groups that it names, by name; gloo names none."""
     issued: Sequence[Issued]
-    """Oldest first; what no longer fitted the buffer is gone."""
+    """Oldest first; entries that no longer fitted the buffer are missing."""
     whole: bool
     """Whether nothing had left the buffer."""
     from_log: bool = False
@@ -85,7 +85,7 @@ class StackFrame:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThreadStack:
-    """What one thread was doing."""
+    """The state of one thread."""
 
     name: str | None
     frames: Sequence[StackFrame]

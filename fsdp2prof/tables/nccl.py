@@ -20,7 +20,7 @@ class InspectedCalls(Table):
     seq: IntArray
     """Counts the collectives of this kind of the communicator, from 0."""
     message_bytes: IntArray
-    """NCCL's count times its type: the shard of an all-gather or a reduce-scatter, else the input."""
+    """NCCL's count times its type: the shard of an all-gather or a reduce-scatter, otherwise the input."""
     duration_ns: IntArray
     algorithm: Strings
     protocol: Strings
@@ -42,7 +42,7 @@ class InspectedCommunicator:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InspectedProcess:
-    """What the Inspector wrote in one process."""
+    """The Inspector's records of one process."""
 
     source: str
     host: str
@@ -84,7 +84,7 @@ class LoggedCommunicator:
     host: str
     pid: int
     id: str | None
-    """``commId``, or what it was split from; null where the log does not say."""
+    """``commId``, or that of the communicator it was split from; null if the log does not contain it."""
     rank: int | None
     size: int | None
     nodes: int | None = None
@@ -103,7 +103,7 @@ class LoggedCommunicator:
 
 @dataclass(kw_only=True, slots=True)
 class LoggedProcess:
-    """What is true of a process as a whole."""
+    """Facts about a process as a whole."""
 
     host: str
     pid: int

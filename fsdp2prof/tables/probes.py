@@ -19,7 +19,7 @@ class TensorValue:
 
 
 Value = TensorValue | tuple[TensorValue, ...] | bool | int | None
-"""Of an argument: tensors, what matters of the rest, None for everything else."""
+"""An argument's identity: tensors, the relevant part of other values, None for everything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Measured:
     product: float
     """Inner product of both: over the squared norm it is their ratio."""
     missing: bool = False
-    """Whether one side has it alone."""
+    """Whether only one side has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""How the parameters of a job are sharded, recorded or estimated, and what a sharded checkpoint holds."""
+"""How the parameters of a job are sharded, recorded or estimated, and the content of a sharded checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ShardMesh:
     shard_dim: str
     """Name of the dimension that shards."""
     ranks: tuple[tuple[int, ...], ...]
-    """Shard -> the ranks that hold it: replicas, and tensor-parallel ranks, which hold parts of their own."""
+    """Shard -> the ranks that hold it: replicas, and tensor-parallel ranks, which hold different parts."""
     replicas: int
 
     @property
@@ -34,7 +34,7 @@ class ParameterLayout:
     fqn: str
     global_shape: tuple[int, ...]
     shape: tuple[int, ...]
-    """What FSDP shards: the whole parameter, or a rank's part under tensor parallelism."""
+    """The tensor that FSDP shards: the whole parameter, or a rank's part under tensor parallelism."""
     dim: int
     dtype: str
     reduce_dtype: str | None
@@ -71,7 +71,7 @@ class ShardingTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredChunk:
-    """One piece of a tensor, or a whole object that is none, in a file."""
+    """One piece of a tensor, or a whole object that is not a tensor, in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -1,4 +1,5 @@
-"""What a Kineto trace holds, in columns, and what a rank did in FSDP2's terms: steps, phases, collectives."""
+"""The content of a Kineto trace, in columns, and a rank's work in FSDP2's terms: steps, phases,
+collectives."""
 
 from __future__ import annotations
 
@@ -101,9 +102,9 @@ class EventTable(Table):
     stream: CompactArray
     """Stream of a device activity; -1 on the host."""
     correlation: CompactArray
-    """Joins a device activity to its launch; -1 where there is none."""
+    """Joins a device activity to its launch; -1 if there is none."""
     external_id: CompactArray
-    """Joins a launch or a device activity to its operator; -1 where there is none."""
+    """Joins a launch or a device activity to its operator; -1 if there is none."""
     bytes: CompactArray
     """Bytes of a memory copy or set; -1 elsewhere."""
 
@@ -174,7 +175,7 @@ class MemoryEventTable(Table):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncTable(Table):
-    """What ``cuda_sync`` events wait for, if the profiler was told to record them."""
+    """The events that ``cuda_sync`` events wait for, if the profiler was set to record them."""
 
     event: IntArray
     """Row of the event in its :class:`EventTable`, ascending."""
@@ -194,7 +195,7 @@ class Trace:
     """From the file's ``distributedInfo``; None when it has none."""
     world_size: int | None
     device: DeviceInfo
-    """``cuda`` (CUDA or ROCm), ``xpu``, ... when the file holds device activity, else ``cpu``."""
+    """``cuda`` (CUDA or ROCm), ``xpu``, ... if the file contains device activity, otherwise ``cpu``."""
     process_groups: tuple[ProcessGroupInfo, ...]
     """From ``distributedInfo.pg_config``; empty in older traces."""
     base_time_ns: int
@@ -209,7 +210,7 @@ class Trace:
     threads: tuple[str, ...]
     """Name of each thread index: ``pid/tid`` as written."""
     warnings: tuple[str, ...]
-    """What a person should know about the file, one line each."""
+    """Notes about the file for users, one line each."""
     syncs: SyncTable = dataclasses.field(default_factory=SyncTable.empty)
     capture: Literal["drained", "cut", "made"] = "drained"
     """``drained``: the recording ended when the device had done all its work, as torch's profiler does;

@@ -1,7 +1,7 @@
-"""A result becomes its document: one builder a kind of result, registered where it is defined.
+"""A result becomes its document: one builder per kind of result, registered where it is defined.
 
-The builders of ``fsdp2prof.results.NAME`` are in the module ``NAME`` here, which is imported when the first
-of these results is laid out.
+The builders of ``fsdp2prof.results.NAME`` are in the module ``NAME`` here, which is imported when the
+first of these results is rendered.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def build(result: Any) -> Document:
 
 
 def _of_several_ranks(warnings: Sequence[str]) -> tuple[str, ...]:
-    """Say once what warnings say of several ranks, where the first of them stood."""
+    """Merge the same warnings of several ranks into one, at the position of the first."""
     said: dict[str, set[int]] = {}
     for warning in warnings:
         match = _OF_RANK.fullmatch(warning)

@@ -192,7 +192,7 @@ def _peak(analysis: MemoryAnalysis) -> list[Section]:
 
 
 def _line(peak: Peak, category: str) -> tuple[str | None, int | None]:
-    """Return the line that holds most of a category, and its bytes; null where none is among the ten."""
+    """Return the line that holds most of a category, and its bytes; null if none is among the ten."""
     found = ((one.place, one.bytes) for one in peak.by_line if one.category == category)
     return next(found, (None, None))
 
@@ -265,15 +265,15 @@ def findings_section(
 
 
 def changes_worth_most(tried: Sequence[WhatIfChange]) -> list[str]:
-    """Say the three changes that gain most of those proposed, with what each gains and costs.
+    """Report the three changes with the largest gains among those proposed, with each one's gain and cost.
 
-    ``tried`` is ordered by what is gained, the most first.
+    ``tried`` is ordered by gain, largest first.
     """
     return [_gain(row) for row in tried if row.told][:_WORTH_MOST]
 
 
 def _gain(row: WhatIfChange) -> str:
-    """Say what a change gains and costs."""
+    """Report a change's gain and cost."""
     memory = ""
     if row.memory_bytes:
         size = format_bytes(abs(row.memory_bytes))

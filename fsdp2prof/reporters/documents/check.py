@@ -26,7 +26,7 @@ _ROWS = 16
 
 @builds(ParityCheck)
 def parity_document(parity: ParityCheck) -> Document:
-    """Lay out a parity check: the steps, then what differs, then every tensor for data formats."""
+    """Show a parity check: the steps, then the differences, then every tensor for data formats."""
     wrong = [row for row in parity.rows if row.state in ("differs", "missing")]
     title = "Differences"
     hint = None if parity.hint is None else Sentences(title="Likely", lines=[parity.hint])
@@ -181,7 +181,7 @@ def _ranks(check: EnvironmentCheck) -> Table:
 
 @builds(BalanceCheck)
 def balance_document(check: BalanceCheck) -> Document:
-    """Lay out how evenly the work is spread over the ranks."""
+    """Show how evenly the work is distributed over the ranks."""
     assumed = Sentences(title="Assumptions", lines=check.assumptions, style="list")
     return Document(
         title=f"Balance of {check.path}",

@@ -105,7 +105,7 @@ def _table(
     *,
     everything: bool = False,
 ) -> Table:
-    """Return one table of changes, the rows without one only where ``everything`` is asked for."""
+    """Return one table of changes; rows without a change only if ``everything`` is requested."""
     columns = [
         first,
         c.size("before_bytes", "before"),
@@ -349,7 +349,7 @@ def _side_of(when: str, measure: str) -> Callable[[CommChange], Value]:
 
 
 def _measure(side: CommFigures | None, measure: str) -> Value:
-    """Return a measure of a side; one that has none of a row's collectives has 0 of them."""
+    """Return a value of a side; a side without a row's collectives has 0 of them."""
     value: Value = 0 if side is None and measure == "count" else getattr(side, measure, None)
     return value
 

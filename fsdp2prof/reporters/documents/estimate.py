@@ -78,7 +78,7 @@ _GIVEN = "Configuration"
 
 
 def _subtitle(estimate: MemoryEstimate | CommEstimate | CheckpointEstimate, device: str | None = None) -> str:
-    """Say what the estimate is of, in one line."""
+    """Describe the configuration of the estimate, in one line."""
     model, mesh, policy = estimate.model, estimate.mesh, estimate.policy
     sizes = ", ".join(f"{name}={size}" for name, size in _dimensions(mesh).items() if size > 1)
     parts = [
@@ -91,7 +91,7 @@ def _subtitle(estimate: MemoryEstimate | CommEstimate | CheckpointEstimate, devi
 
 
 def _given(estimate: MemoryEstimate | CommEstimate | CheckpointEstimate) -> Section:
-    """Say what went in, every option that is set, and what else the numbers rest on."""
+    """Show the inputs, every option that is set, and the other assumptions."""
     pairs = {
         "model": _named(estimate.model),
         "mesh": _listed(_dimensions(estimate.mesh)),
@@ -123,7 +123,7 @@ def _dimensions(mesh: EstimatedMesh) -> dict[str, int]:
 
 
 def _listed(values: Mapping[str, object]) -> str:
-    """Write options as people type them: ``ac=op, compile``."""
+    """Write options as users type them: ``ac=op, compile``."""
     texts = []
     for name, value in values.items():
         text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
@@ -309,7 +309,7 @@ def _range_blocks(estimate: MemoryEstimate) -> list[Sentences | Table]:
 
 
 def _tried(estimate: MemoryEstimate) -> list[Section]:
-    """Lay out the changes that were estimated again; those that fit first."""
+    """Show the changes that were estimated as well; those that fit first."""
     if not estimate.tried:
         return []
     title = "Changes that were tried"
@@ -366,7 +366,7 @@ _PER = {"parameter": "parameter", "layer": "FSDP unit", "whole": "parameter, all
 
 
 def _sync_sections(estimate: CommEstimate) -> list[Section]:
-    """Lay out the transfer of the weights to inference engines, where it was asked for."""
+    """Show the transfer of the weights to inference engines, if it was requested."""
     sync = estimate.weight_sync
     if sync is None:
         return []
@@ -426,7 +426,7 @@ def _collective_table(estimate: CommEstimate) -> Table:
 
 
 def _in_its_model(row: CommRow, several: bool) -> str | None:
-    """Return a layer's name, with its model's where there are several: ``root1:layers.0``."""
+    """Return a layer's name, with its model's if there are several: ``root1:layers.0``."""
     return f"root{row.root}:{row.fqn}" if several and row.fqn is not None else row.fqn
 
 
@@ -515,7 +515,7 @@ def _numbers(estimate: StepEstimate) -> list[KeyFigure]:
 
 
 def _kernel_section(estimate: StepEstimate) -> list[Section]:
-    """Lay out what bounds the compute stream."""
+    """Show the limits of the compute stream."""
     columns = [
         c.word("bound_by", "bound by", KERNEL_BOUNDS, of=0),
         c.ms("duration_ns", "ms", of=1),

@@ -16,7 +16,7 @@ _ROWS = 25
 
 @builds(CriticalPath)
 def critical_path_document(found: CriticalPath) -> Document:
-    """Lay out what bounds the critical path, then its segments."""
+    """Show the limits of the critical path, then its segments."""
     bounds = c.table(
         "bound_by",
         "Time by bound",
@@ -49,7 +49,7 @@ def critical_path_document(found: CriticalPath) -> Document:
 
 @builds(LaunchStatistics)
 def launch_document(found: LaunchStatistics) -> Document:
-    """Lay out the launches by what they started, then each."""
+    """Show the launches by what they started, then each launch."""
     works = c.table(
         "by_name",
         "By kernel and copy",

@@ -28,7 +28,7 @@ _OF_MEMORY = ("memory", "memory_by_layer", "out_of_memory")
 
 
 def section_links(sections: Sequence[Section], verdict: Sequence[str], anchors: Sequence[str]) -> Links:
-    """Return the section of each sentence, in their order, where it is there."""
+    """Return the section of each sentence, in their order, if it exists."""
     find = Finder(sections)
     return {line: find.section(anchor) for line, anchor in zip(verdict, anchors, strict=False)}
 
@@ -98,7 +98,7 @@ def _named(analysis: TraceAnalysis) -> list[str]:
 
 
 def _is_about(line: str, entry: LedgerEntry) -> bool:
-    """Whether a sentence quotes what the entry says, or its remedy."""
+    """Whether a sentence quotes the entry's text or its remedy."""
     return (entry.said != "" and entry.said in line) or (
         entry.remedy is not None and entry.remedy.change[1:] in line
     )
@@ -123,7 +123,7 @@ class Finder:
         self.timeline = timeline if "timeline" in self.sections else None
 
     def of_entry(self, entry: LedgerEntry) -> list[Link]:
-        """Return the places of a ledger entry; the rank that caused it has a row of its own."""
+        """Return the places of a ledger entry; the rank that caused it has its own row."""
         return self.of(entry.place or Place(fqn=entry.fqn), entry.rank, entry)
 
     def of_finding(self, finding: Finding) -> list[Link]:
@@ -137,7 +137,8 @@ class Finder:
         return self.row(("run", "communication"), fqn) or self.section("layout") or self.section("run")
 
     def of(self, place: Place, cause: int | None, entry: LedgerEntry | None) -> list[Link]:
-        """Return the timeline's window and the row of a place, else the row of its cause; none without."""
+        """Return the timeline's window and the row of a place, otherwise the row of its cause; empty
+        without one."""
         where: dict[str, Value] = {"fqn": place.fqn, "phase": place.phase}
         rows = (
             (cause is not None and self.row(("ranks",), {"rank": cause}))
@@ -155,7 +156,7 @@ class Finder:
         return [] if first is None else self.row(("lost",), {"title": first[1]})
 
     def section(self, anchor: str) -> list[Link]:
-        """Return the link to a section; nothing where it is not there."""
+        """Return the link to a section; empty if the section does not exist."""
         return [self._to(anchor, anchor)] if anchor in self.sections else []
 
     def _to(self, anchor: str, target: str) -> Link:
@@ -181,9 +182,9 @@ class Finder:
         return [] if section is None else [one for one in section.blocks if isinstance(one, Table)]
 
     def window(self, place: Place, idle: bool) -> list[Link]:
-        """Return the link to the place's longest stretch of the timeline, on its rank where that is drawn.
+        """Return the link to the place's longest interval in the timeline, on its rank if that is drawn.
 
-        Of a loss that is ``idle`` time that is the longest gap of its phase.
+        For a loss of ``idle`` time that is the longest gap of its phase.
         """
         if self.timeline is None or (place.fqn is None and place.op is None and not idle):
             return []

@@ -1,4 +1,5 @@
-"""Document of a memory analysis: how high the peaks are, what fills the highest, what would bring it down."""
+"""Document of a memory analysis: the height of the peaks, the content of the highest, changes that lower
+it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def memory_document(analysis: MemoryAnalysis) -> Document:
 
 
 def _findings(analysis: MemoryAnalysis) -> list[Finding]:
-    """A failed request has verdict and section of its own."""
+    """A failed request has its own verdict and section."""
     return [finding for finding in analysis.findings if finding.id != "out_of_memory"]
 
 

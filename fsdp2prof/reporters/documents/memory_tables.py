@@ -73,7 +73,7 @@ def category_table(rank: RankMemory) -> Table:
 
 
 def _running_then(seen: AtPeak | None) -> list[str]:
-    """Say what the trace of the same run shows at the peak."""
+    """Report the trace of the same run at the peak."""
     if seen is None:
         return []
     parts = [
@@ -169,7 +169,7 @@ def layer_peak_table(rank: RankMemory) -> Table:
 
 
 def remedy_table(title: str, remedies: Sequence[Remedy], oom: OutOfMemory | None = None) -> Table:
-    """Return what changes would save, and whether each would have let a failed request fit."""
+    """Return the savings of changes, and whether each would have made a failed request fit."""
     columns = [
         c.text("action", "change", remedy_label),
         c.size("saves_bytes", "saves\nat most"),

@@ -1,4 +1,4 @@
-"""Document of NCCL's own logs: communicators and what connects them, collectives and their speed, ranks."""
+"""Document of NCCL's own logs: communicators and their links, collectives and their speed, ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RANKS = 16
 
 @builds(NcclAnalysis)
 def nccl_document(found: NcclAnalysis) -> Document:
-    """Lay out what NCCL said of a job."""
+    """Show the content of NCCL's files for a job."""
     return Document(
         title="NCCL logs",
         numbers=[

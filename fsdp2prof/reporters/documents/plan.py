@@ -121,7 +121,7 @@ def plan_document(plan: Plan) -> Document:
 
 
 def _places(plan: Plan, verdict: Sequence[str], sections: Sequence[Section]) -> Links:
-    """Return the row of the configuration that each sentence names, else that of the winner."""
+    """Return the row of the configuration that each sentence names, otherwise that of the winner."""
     find = Finder(sections)
     named = {one.best.name for one in plan.families} | {one.best.name for one in plan.precisions}
     winner = "" if plan.winner is None else plan.winner.name

@@ -105,7 +105,7 @@ def _facts(title: str, values: Mapping[str, object]) -> list[Facts]:
 
 
 def _rank_table(ranks: Sequence[RunRank]) -> Table:
-    """Return what each rank left, those in trouble first."""
+    """Return each rank's files, ranks with problems first."""
     columns = [
         c.number("rank"),
         c.state(),

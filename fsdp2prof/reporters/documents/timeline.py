@@ -45,7 +45,8 @@ _CODE = {key: code for code, key in enumerate(_CODES)}
 
 
 def timeline_figure(sides: Sequence[Side]) -> Figure:
-    """Draw the lanes of a few ranks, one above the other: each pixel what runs longest in it."""
+    """Draw the lanes of a few ranks, one above the other: each pixel shows the activity with the longest
+    time in it."""
     rows, texts = [], []
     for name, timeline in sides:
         for rank in timeline.ranks[:_OVERVIEW_RANKS]:
@@ -85,7 +86,8 @@ def timeline_figure(sides: Sequence[Side]) -> Figure:
 
 
 def _pixels(lane: TimelineLane, timeline: StepTimeline, duration_ns: int) -> list[int | None]:
-    """Return the code of each column of the overview, of what covers most of it; None of an empty one."""
+    """Return the code of each column of the overview: the activity that covers most of it; None if it is
+    empty."""
     found: list[int | None] = [None] * _COLUMNS
     covered = [0.0] * _COLUMNS
     width = max(1, duration_ns) / _COLUMNS
@@ -192,7 +194,7 @@ _STALL_ROWS = 5
 
 
 def timeline_section(timeline: StepTimeline | None, first: Sequence[int] = ()) -> list[Section]:
-    """Lay out one step of one run; nothing without a step. A page opens with the ranks of ``first``."""
+    """Show one step of one run; empty without a step. A page opens with the ranks of ``first``."""
     return [] if timeline is None else [_section([("", timeline)], first)]
 
 

@@ -103,7 +103,7 @@ def _exposed_frac(analysis: TraceAnalysis) -> float | None:
 
 
 def trace_sections(analysis: TraceAnalysis, *, predicted: bool = False) -> list[Section]:
-    """Lay out the step, the communication and the ranks, each where there is something to show.
+    """Show the step, the communication and the ranks, each if there is data.
 
     A ``predicted`` step has no remarks about missing records.
     """
@@ -174,7 +174,7 @@ def _step_section(analysis: TraceAnalysis, predicted: bool) -> list[Section]:
 
 
 def _operator_section(analysis: TraceAnalysis, predicted: bool) -> list[Section]:
-    """Lay out the kernels by name, and products and attention under the device's roof where it is known."""
+    """Show the kernels by name, and products and attention against the device's roofline if it is known."""
     if not analysis.totals.windows:
         return []
     kernels = tables.kernel_table(analysis)

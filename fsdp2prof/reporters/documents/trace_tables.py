@@ -33,7 +33,7 @@ _ALWAYS_SHOWN = ("compute", "idle")
 def breakdown_table(analysis: TraceAnalysis, predicted: bool) -> Table:
     """Return the parts of the steps that fit, in milliseconds, with their mean and percentages.
 
-    A ``predicted`` step's speed is in the estimate itself, which knows what of its work is the model's.
+    A ``predicted`` step's speed is in the estimate itself, which knows the model's share of its work.
     """
     totals, rows, every = analysis.totals, step_rows(analysis), every_step(analysis)
     parts = [part for part in BREAKDOWN_PARTS if part in _ALWAYS_SHOWN or totals.breakdown_ns[part]]
@@ -112,7 +112,7 @@ def kernel_table(analysis: TraceAnalysis) -> Table:
 
 
 def operator_table(analysis: TraceAnalysis) -> Table:
-    """Return what products and attention achieve, by shape."""
+    """Return the rates of products and attention, by shape."""
     peaks = [
         c.frac("of_peak_flops_frac", "of peak\nFLOP/s"),
         c.frac("of_peak_bytes_frac", "of peak\nGB/s"),
@@ -138,14 +138,14 @@ def operator_table(analysis: TraceAnalysis) -> Table:
 
 
 def steps_of_a_kind(analysis: TraceAnalysis) -> list[Column]:
-    """Return the column of steps, where rows are means of some: models updated in turns."""
+    """Return the column of steps, if rows are means of only some steps: models updated in turns."""
     if not analysis.by_layer_and_kind:
         return []
     return [c.text("steps", of=lambda row: ", ".join(map(str, row.steps)) or "all")]
 
 
 def step_meant(analysis: TraceAnalysis) -> str:
-    """Say what step the rows by layer are means of."""
+    """Report which step the rows by layer are means of."""
     return "step of its kind" if analysis.by_layer_and_kind else "step"
 
 

@@ -1,4 +1,4 @@
-"""Document of a trial: what each setting gained in the running training, beside its prediction."""
+"""Document of a trial: each setting's gain in the running training, next to its prediction."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trial_document(result: TrialResult) -> Document:
 
 
 def trial_section(result: TrialResult, *, brief: bool = False) -> list[Section]:
-    """Return the section of a trial; ``brief`` is its table alone."""
+    """Return the section of a trial; ``brief`` is only its table."""
     blocks = _blocks(result)[:1] if brief else _blocks(result)
     return c.section("tried", "Measured in the running job", *blocks)
 

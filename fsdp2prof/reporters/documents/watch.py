@@ -75,7 +75,7 @@ def _ranks(run: WatchedRun) -> Table:
 
 
 def _memory(run: WatchedRun) -> str:
-    """Say which memory the peak is of: more than the tensors that ``analyze memory`` counts."""
+    """Report which memory the peak counts: more than the tensors that ``analyze memory`` counts."""
     if any(one.reserved_peak_bytes is not None for one in run.ranks):
         return "memory that the allocator reserved"
     return "resident memory of the process, more than its tensors"

@@ -1,4 +1,4 @@
-"""Document of a recorded run with something changed: what each change gains, and where."""
+"""Document of a recorded run with changes: each change's gain, and where it comes from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GAINS = 0.0005
 
 @builds(WhatIf)
 def what_if_document(result: WhatIf) -> Document:
-    """Lay out what a change gains."""
+    """Show a change's gain."""
     gains, grounds = _tried(result.tried, _TITLE)
     return Document(
         title=f"What if: {result.path}",
@@ -35,7 +35,7 @@ def what_if_document(result: WhatIf) -> Document:
 
 
 def what_if_section(tried: Sequence[WhatIfChange]) -> list[Section]:
-    """Return the sections of the single changes that were tried: their gains, and on what grounds."""
+    """Return the sections of the single changes that were tried: their gains and the evidence."""
     gains, grounds = _tried(tried, _TITLE)
     lead = "Each change alone, in a replay of the recorded steps."
     return [
@@ -53,7 +53,8 @@ def _numbers(result: WhatIf) -> list[KeyFigure]:
 
 
 def _tried(tried: Sequence[WhatIfChange], title: str) -> tuple[list[Block], list[Block]]:
-    """Return what the changes gain, and what the replays assume and could not try."""
+    """Return the gains of the changes, the assumptions of the replays, and the changes that could not be
+    tried."""
     applied = [row for row in tried if row.step_ns is not None]
     reasons: dict[str | None, list[str]] = {}
     for row in tried:

@@ -1,4 +1,4 @@
-"""One rank as a process of the merged trace: what was recorded, and what the analysis adds to it."""
+"""One rank as a process of the merged trace: the recorded events, and those that the analysis adds."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _title(tables: RankTables, row: int) -> str:
 
 
 def _runs(phases: PhaseTable, names: list[str | None]) -> Iterator[Slice]:
-    """Join neighbours of one name; what has none is left out."""
+    """Join neighbours with the same name; those without a name are left out."""
     since, until, before = 0, 0, None
     for start, end, name in zip(phases.start_ns.tolist(), phases.end_ns.tolist(), names, strict=True):
         if name == before and start <= until:
@@ -135,7 +135,8 @@ def _collectives(
 
 
 def _about(tables: RankTables, row: int, exposed_ns: int) -> dict[str, Any]:
-    """Return what is known of a collective: sizes in bytes, times in nanoseconds; the unknown is absent."""
+    """Return the known fields of a collective: sizes in bytes, times in nanoseconds; unknown ones are
+    absent."""
     table, waits = tables.collectives.table, tables.waits
     texts = {
         "layer": layer_name(table.fqn[row]),
@@ -188,7 +189,7 @@ def _recorded(tables: RankTables, rank: int, clock: RankClock) -> Iterator[list[
 
 
 def _launches(tables: RankTables, rank: int, clock: RankClock, tids: IntArray) -> list[str]:
-    """Return an arrow from each call to what it launched."""
+    """Return an arrow from each call to the activity it launched."""
     events = tables.trace.events
     device = np.flatnonzero(events.stream >= 0)
     calls = host_launches(events, device)
@@ -206,7 +207,7 @@ def _launches(tables: RankTables, rank: int, clock: RankClock, tids: IntArray) -
 
 
 def _layers_of_events(tables: RankTables) -> dict[int, str]:
-    """Return event row -> layer and phase, of what ran on the device (host-only: of working operators)."""
+    """Return event row -> layer and phase, of the device's activities (host-only: of working operators)."""
     work, phases, table = tables.work, tables.phases, tables.collectives.table
     fqn, phase = phases.fqn.lookup(work.phase_row), phases.phase.lookup(work.phase_row)
     found = {event: _place(fqn[i], phase[i]) for i, event in enumerate(work.event.tolist())}

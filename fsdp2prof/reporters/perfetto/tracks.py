@@ -1,7 +1,7 @@
-"""Tracks of the merged trace: which rows a rank has, what they are called, and slices that nest in them.
+"""Tracks of the merged trace: a rank's rows, their names, and slices that nest in them.
 
-Perfetto draws the slices of a row inside one another: two that overlap without one holding the other need
-two rows. :func:`nested` gives such slices rows of their own.
+Perfetto draws the slices of a row inside one another: two that overlap without one containing the other
+need two rows. :func:`nested` puts such slices in separate rows.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Slices:
     titles: Sequence[str]
     """JSON of a slice's name and category, as :func:`title`."""
     args: Sequence[str]
-    """JSON of what else is known of it, or nothing."""
+    """JSON of further known data, or empty."""
 
     @classmethod
     def of(cls, slices: Iterable[Slice]) -> Slices:
@@ -68,7 +68,7 @@ class Slices:
 
 @lru_cache(maxsize=1 << 16)
 def title(name: str, category: str) -> str:
-    """Return the keys of an event that say what it is, as JSON."""
+    """Return an event's descriptive keys, as JSON."""
     return f'"name":{as_json(name)},"cat":{as_json(category)}'
 
 
@@ -79,7 +79,7 @@ def as_json(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """A row of a rank, and those that it grows where slices overlap."""
+    """A row of a rank, and the rows added to it where slices overlap."""
 
     number: int
     name: str
@@ -163,7 +163,8 @@ def counter(pid: int, name: str, time_us: float, values: Mapping[str, int | floa
 
 
 def flow(kind: str, name: str, category: str, number: int, pid: int, tid: int, time_us: float) -> Event:
-    """Return a point of an arrow: ``s`` starts it, ``t`` goes on, ``f`` ends it, at the slice it lies in."""
+    """Return a point of an arrow: ``s`` starts it, ``t`` continues it, ``f`` ends it, at the slice that
+    contains it."""
     event: Event = {
         "ph": kind, "name": name, "cat": category, "id": number, "pid": pid, "tid": tid, "ts": time_us,
     }  # fmt: skip
@@ -223,7 +224,7 @@ class FlowPoint:
     number: int
     """Of the collective, from 1."""
     kind: str
-    """``s`` at the rank that came first, ``t``, ``f`` at the one that came last."""
+    """``s`` at the rank that was first, ``t``, ``f`` at the last one."""
     time_ns: int
     """On the rank's own clock."""
 
@@ -279,7 +280,7 @@ def finding_events(analysis: TraceAnalysis, clocks: Mapping[int, RankClock]) -> 
 
 
 def _place(finding: Finding, analysis: TraceAnalysis) -> tuple[int, int]:
-    """Return the rank and its own time: of the largest group of the layer, else of the first step."""
+    """Return the rank and its own time: of the largest group of the layer, otherwise of the first step."""
     told = finding.evidence.get("rank")
     ranks = {rank.rank: rank for rank in analysis.ranks if rank.steps}
     mine = [
@@ -303,7 +304,7 @@ _MEMORY_TRACK = Track(1, "phase", 0)
 
 
 def memory_events(memory: RankMemory, position: int) -> Iterator[Event]:
-    """Yield the allocated bytes by category, what is reserved, and the phases; ``position`` numbers it."""
+    """Yield the allocated bytes by category, the reserved bytes, and the phases; ``position`` numbers it."""
     times = memory.timeline.get("time_ns", [])
     if not times or min(times) < 0:
         return

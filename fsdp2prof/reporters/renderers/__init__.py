@@ -11,16 +11,16 @@ from fsdp2prof.reporters.document import Document
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RenderOptions:
-    """How one document is rendered; each renderer reads what concerns it."""
+    """Options for rendering one document; each renderer reads those that apply to it."""
 
     source: str = ""
-    """What the user named (a path), where the document is about a file."""
+    """The name that the user gave (a path), if the document is about a file."""
     verbose: bool = False
     """Text: every row of every table, nothing folded."""
     brief: bool = False
     """Text and Markdown: the short form."""
     section: str | None = None
-    """Text and Markdown: one section alone, by its anchor."""
+    """Text and Markdown: only one section, by its anchor."""
     table: str | None = None
     """CSV: the table by its name; the first one where None."""
     width: int = 118
@@ -41,7 +41,7 @@ __all__ = ["RENDERERS", "Format", "RenderOptions"]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format by what a command asks before anything is rendered."""
+    """A format's properties that a command needs before anything is rendered."""
 
     module: str
     renderer: str

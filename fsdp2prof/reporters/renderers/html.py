@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 _ROW_LIMIT = 2000
-"""Rows of an unabridged table: a page of thousands of ranks stays one that a browser opens at once."""
+"""Rows of an unabridged table: a browser can still open a page of thousands of ranks quickly."""
 
 _NAME_LENGTH = 120
 """Characters of a name in a table; the middle of a longer one is left out, the whole shown on hover."""
@@ -83,9 +83,10 @@ def _page(document: Document, options: RenderOptions, *, embedded: bool = False)
 
 
 def render_fragment(document: Document) -> str:
-    """Return the first screen as HTML for a notebook: what is said first, then the timeline.
+    """Return the first screen as HTML for a notebook: the verdict, then the timeline.
 
-    The timeline is a page in a frame: no script is the notebook's. Without one, the short form follows.
+    The timeline is a page in a frame: no script runs in the notebook. Without a timeline, the short form
+    follows.
     """
     framed = _timeline_alone(document)
     frame = None if framed is None else _page(framed, RenderOptions(), embedded=True)
@@ -94,7 +95,7 @@ def render_fragment(document: Document) -> str:
 
 
 def _timeline_alone(document: Document) -> Document | None:
-    """Return a document with its timeline alone, and what leads there; None without one."""
+    """Return a document with only its timeline and the links to it; None without one."""
     charts = [one for one in document.charts().values() if one.detail is not None]
     if not charts:
         return None
@@ -175,7 +176,7 @@ def _cell(value: Value, column: Column) -> str:
 
 
 def _breakable(text: str) -> Markup:
-    """Escape a name that may break after a dot or an underscore where it is long, never inside a word."""
+    """Escape a name that may break after a dot or an underscore if it is long, never inside a word."""
     from markupsafe import Markup, escape
 
     name = escape(text)
@@ -196,7 +197,7 @@ def _broad(table: Table) -> bool:
 
 
 def _data(value: Value, column: Column) -> Value:
-    """What a cell sorts by: the number itself."""
+    """Sort value of a cell: the number itself."""
     return value if column.kind == "number" and isinstance(value, (int, float)) else None
 
 
@@ -229,7 +230,7 @@ def _plotly() -> str:
 
 @cache
 def _packed(text: str) -> str:
-    """Compress text that a page unpacks by itself; base64, the same every time."""
+    """Compress text that the page unpacks; base64, reproducible."""
     return b64encode(gzip.compress(text.encode(), compresslevel=6, mtime=0)).decode()
 
 

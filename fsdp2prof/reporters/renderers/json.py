@@ -11,7 +11,7 @@ from fsdp2prof.reporters.document import Document
 from fsdp2prof.reporters.renderers import RenderOptions
 
 _UNPRINTABLE = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""What a terminal may obey and JSON lets stand: delete, C1 controls, directions."""
+"""Characters that a terminal may interpret and JSON does not escape: delete, C1 controls, directions."""
 
 
 class JsonRenderer:

@@ -1,4 +1,4 @@
-"""Text for people: the verdict first, then the sections, laid out for the width there is.
+"""Text for readers: the verdict first, then the sections, laid out for the available width.
 
 Names come from untrusted files, so every text goes through :func:`_text`, never through rich's markup.
 """
@@ -61,7 +61,7 @@ class Need:
 def fit(needs: Sequence[Need], width: int) -> dict[int, int]:
     """Return the widths of the columns that fit, by position: at least the first one's.
 
-    What is left over goes to the columns that would like more, the smallest wishes first.
+    The remaining width goes to the columns that need more, the smallest needs first.
     """
     kept = list(range(len(needs)))
     leaving = [i for i in reversed(kept[1:]) if needs[i].empty]
@@ -200,9 +200,9 @@ def _command(verb: str, options: RenderOptions) -> str:
 
 
 def _shortened(document: Document, options: RenderOptions) -> str:
-    """Return the short form: as many sections as there is room for, then as many rows of each.
+    """Return the short form: as many sections as fit, then as many rows of each.
 
-    The verdict and the first section stay.
+    The verdict and the first section are always kept.
     """
     least = replace(document, numbers=(), changes=document.changes[:1], warnings=_few(document.warnings, 1))
     for many in range(len(document.brief), 0, -1):
@@ -245,7 +245,7 @@ def _with_one_less(sections: Sequence[Section]) -> list[Section] | None:
 
 
 def _spare(block: Block) -> int:
-    """Return the lines that a block has of what may go, 0 where nothing may."""
+    """Return the number of lines that may be removed from a block; 0 if none may."""
     if isinstance(block, Table):
         rows = 0 if block.whole else len(block.rows[: block.limit])
         return rows if rows > _LEAST_ROWS + (rows == len(block.rows)) else 0
@@ -356,7 +356,7 @@ def _list(lines: Sequence[str], style: str = "") -> RenderableType:
 
 
 def _chart(chart: Chart, width: int) -> RenderableType | None:
-    """Draw a chart's line of blocks, as wide as there is room; nothing where it has none."""
+    """Draw a chart's line of blocks, as wide as possible; empty if there is no room."""
     spark = chart.spark
     if spark is None or not max(spark.values, default=0):
         return None
@@ -459,7 +459,7 @@ def _styled(column: Column, cell: str | float, width: int, whole: bool) -> Text:
 
 
 def _broken(name: str, width: int) -> Iterator[str]:
-    """Break a long name after a dot, slash or underscore where there is one, not inside a word."""
+    """Break a long name after a dot, slash or underscore if it has one, not inside a word."""
     while cell_len(name) > width and " " not in name:
         at = max(name.rfind(end, 0, width) for end in "._/") + 1
         if not at:
