@@ -193,7 +193,7 @@ IDLE_CAUSES = {
     "device_sync": Word("the host waited for the device"),
     "memcpy": Word("the host waited for a copy"),
     "communication": Word("blocked on communication"),
-    "queued": Word("launched, not yet started"),
+    "queued": Word("launch latency"),
     "profiler": Word("profiler"),
     "unknown": Word("unknown"),
 }
@@ -204,22 +204,22 @@ LEDGER_CAUSES = {
     "recompute": Word("recomputed forwards", colour="#9ecae9"),
     "evaluation": Word("forwards without backward", colour="#54a24b"),
     "late_rank": Word("waiting for a slow rank", colour="#e45756"),
-    "uneven_ranks": Word("ranks waiting for one another", colour="#ff9d98"),
+    "uneven_ranks": Word("ranks waiting for each other", colour="#ff9d98"),
     "communication": Word("exposed FSDP communication", colour="#f58518"),
     "other_communication": Word("collectives outside FSDP", colour="#b279a2"),
     "offload": Word("copies between host and device", colour="#9d755d"),
     "fsdp_copy": Word("FSDP copies", colour="#72b7b2"),
     "data_loader": Word("waiting for the data loader", colour="#eeca3b"),
     "host": Word("Python and dispatch", colour="#bab0ac"),
-    "host_pause": Word("pauses of the host", colour="#79706e"),
+    "host_pause": Word("host pauses", colour="#79706e"),
     "script": Word("the script's own work", colour="#86bcb6"),
     "starved": Word("waiting for a CPU core", colour="#b07aa1"),
     "compilation": Word("compiling", colour="#8cd17d"),
     "garbage_collection": Word("garbage collection", colour="#499894"),
-    "allocation": Word("getting memory from the device", colour="#d37295"),
-    "sync": Word("refilling the device after a synchronization", colour="#d6a5c9"),
-    "queued": Word("launched, not yet started", colour="#d8d8d8"),
-    "tracing": Word("tracing itself", colour="#e8e8e8"),
+    "allocation": Word("allocating device memory", colour="#d37295"),
+    "sync": Word("idle device after a synchronization", colour="#d6a5c9"),
+    "queued": Word("launch latency", colour="#d8d8d8"),
+    "tracing": Word("tracing overhead", colour="#e8e8e8"),
     "unknown": Word("unknown", colour="#d3d3d3"),
 }
 """Causes of the ledger of lost time; ``compute`` alone is useful work."""
@@ -268,7 +268,7 @@ KERNEL_BOUNDS = {
     "matmul": Word("matrix products"),
     "attention": Word("attention"),
     "memory": Word("memory bandwidth"),
-    "launch": Word("being launched"),
+    "launch": Word("launch overhead"),
 }
 """What a predicted kernel's time goes to."""
 

@@ -252,10 +252,10 @@ class Book:
         return nanoseconds / self.total_ns if self.total_ns else 0.0
 
     def per_step(self, nanoseconds: float) -> str:
-        """A sum over all ranks and steps, as text: time a step and percent of it."""
+        """A sum over all ranks and steps, as text: time per step and percent of it."""
         step = self.analysis.unrecorded_step
         apart = step is not None and differs_traced(self.total_ns / self.rank_steps, typical_ns(step))
-        of = "of a traced step" if apart else "a step"
+        of = "of a traced step" if apart else "per step"
         return f"{format_ns(nanoseconds / self.rank_steps)} ({format_frac(self.frac(nanoseconds))}) {of}"
 
     # Entries.
@@ -394,7 +394,7 @@ class Book:
         alike = f"{sum(found) / max(1, len(found)):.3g}"
         number = f"{low:.3g} to {high:.3g}" if high > _ALIKE * low else alike
         some = 0 < len(found) < len(ranks) and len(found) == len(issued & set(ranks))
-        return f"{number} {{}} " + (f"in {len(found)} of {len(ranks)} steps" if some else "a step")
+        return f"{number} {{}} " + (f"in {len(found)} of {len(ranks)} steps" if some else "per step")
 
     def _places(self, charges: Sequence[Charge]) -> list[LedgerPlace]:
         sums: dict[tuple[str | None, ...], list[int]] = defaultdict(lambda: [0, 0, 0])

@@ -81,7 +81,7 @@ def _nothing(tried: Sequence[WhatIfChange], ledger: Ledger) -> str:
         return f"{NOTHING}."
     if best is None or best.gained_ns is None:
         return f"{NOTHING}; in replays, no other setting gains enough to be worth changing."
-    gain = f"{format_ns(best.gained_ns)} a step ({format_frac(best.gained_frac or 0.0)})"
+    gain = f"{format_ns(best.gained_ns)} per step ({format_frac(best.gained_frac or 0.0)})"
     return f"{NOTHING}. Of the replayed settings, {best.change} gains most: {gain}."
 
 
@@ -101,7 +101,7 @@ def try_first(entry: LedgerEntry, ledger: Ledger) -> str:
 
 def of_step(ledger: Ledger) -> str:
     """Return the kind of step that an amount refers to, because tracing makes steps longer."""
-    return "of a traced step" if differs_traced(ledger.step_ns, ledger.unrecorded_step_ns) else "a step"
+    return "of a traced step" if differs_traced(ledger.step_ns, ledger.unrecorded_step_ns) else "per step"
 
 
 def bound(ledger: Ledger) -> str:

@@ -178,7 +178,7 @@ def sentence(row: WhatIfChange) -> str:
     """Report a change's gain and cost: ``explicit forward prefetch of 2: -14.0 ms per step, +0.9 GiB``."""
     gained = row.gained_ns or 0.0
     part = format_frac(abs(row.gained_frac or 0.0))
-    time = f"{'-' if gained >= 0 else '+'}{format_ns(abs(gained))} a step ({part})"
+    time = f"{'-' if gained >= 0 else '+'}{format_ns(abs(gained))} per step ({part})"
     if abs(gained) < 1:
         time = "no time gained"
     if not row.memory_bytes:

@@ -21,7 +21,7 @@ from fsdp2prof.estimators.config.shares import HOST_OPERATOR_NS
 
 _UNITS = {
     "tokens_per_s_per_gpu": "tokens/s on each GPU",
-    "step_ms": "ms a step",
+    "step_ms": "ms per step",
     "mfu": "of the peak",
     "peak_reserved_gib": "GiB reserved",
 }

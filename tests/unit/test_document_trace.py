@@ -56,7 +56,7 @@ def test_idle_time_and_speed_are_explained_under_the_breakdown() -> None:
     ]
     table = table_of(build(summarise(replace(analysis, ranks=ranks))), "breakdown")
     assert list(table.remarks) == [
-        "Idle: 6.00 ms nothing launched in time; 2.00 ms launched, not yet started.",
+        "Idle: 6.00 ms nothing launched in time; 2.00 ms launch latency.",
         "Speed in unrecorded steps: 80,000 tokens/s over all ranks, 250.00 TFLOP/s a rank, MFU 25.0%.",
     ]
 

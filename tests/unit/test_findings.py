@@ -313,7 +313,7 @@ def test_a_rank_late_when_the_recording_began_is_not_blamed() -> None:
 def test_a_late_rank_has_one_number() -> None:
     """90 of 150 ms of one rank wait for as much of the other: both are of the cause, which gains no more."""
     (blamed,) = found_late(always_late(0), 2)["straggler"]
-    assert "30.0 ms (60.0%) a step, including its own excess" in blamed.message
+    assert "30.0 ms (60.0%) per step, including its own excess" in blamed.message
     assert blamed.evidence["gain_ns_per_step"] == pytest.approx(30 * MS)
 
 
@@ -421,8 +421,8 @@ def test_collectives_that_are_not_fsdps_are_told_apart() -> None:
     ("counts", "said"),
     [
         ({3: 63}, None),
-        ({3: 4, 4: 4}, "4 all-gathers a step are"),
-        ({3: 4, 4: 8}, "4 to 8 all-gathers a step are"),
+        ({3: 4, 4: 4}, "4 all-gathers per step are"),
+        ({3: 4, 4: 8}, "4 to 8 all-gathers per step are"),
     ],
 )
 def test_collectives_of_some_steps_are_counted_in_those(counts: dict[int, int], said: str | None) -> None:

@@ -474,7 +474,7 @@ def test_parameters_gathered_anew_in_each_of_many_micro_batches(
 def test_a_hook_that_computes_in_forward_is_named_with_its_line() -> None:
     site = "debug.py:7 (stats, a hook)"
     (first,) = told(ledger_of([at(site, 10, "outside", phase="forward")]))
-    assert first.said.startswith(f"In forward, the script spends 10.0 ms (20.0%) a step at {site}")
+    assert first.said.startswith(f"In forward, the script spends 10.0 ms (20.0%) per step at {site}")
     assert (first.remedy.change if first.remedy else "").startswith("Remove the hook at debug.py:7")
 
 
@@ -735,7 +735,7 @@ def test_barriers_are_no_usual_collectives(count: int, named: bool) -> None:
     ("other_ms", "why"), [(10, "all of this idle time"), (5, "the rank that gains least")]
 )
 def test_a_gain_says_when_it_is_that_of_the_rank_that_gains_least(other_ms: int, why: str) -> None:
-    """The device of rank 0 idles 10 ms a step for its host, that of rank 1 as long or half as long."""
+    """The device of rank 0 idles 10 ms per step for its host, that of rank 1 as long or half as long."""
     ledger = ledger_of(
         [{"cause": "host", "rank": rank, "ns": ms * MS} for rank, ms in ((0, 10), (1, other_ms))]
     )

@@ -54,7 +54,7 @@ def test_four_ranks_with_metadata(real_data: Path) -> None:
     assert sum(cross.wait_caused_ns.values()) == sum(cross.wait_ns.values())
     assert found.ledger is not None
     late = next(entry for entry in found.ledger.entries if entry.id == "straggler")
-    # The hosts of ranks 1 and 2 stop for their devices for 0.2 ms a step: their launches are the limit.
+    # The hosts of ranks 1 and 2 stop for their devices for 0.2 ms per step: their launches are the limit.
     assert (late.rank, late.told) == (3, False)
     assert late.remedy is not None
     assert late.remedy.gain_ns is not None

@@ -223,14 +223,14 @@ def test_the_verdict_says_what_bounds_a_step_that_needs_no_change() -> None:
         (
             {"queued": 8},
             "cuda",
-            "Launched work waits 20.0 ms (40.0%) a step to start. A traced step takes 50.0 ms.",
+            "Launched work waits 20.0 ms (40.0%) per step to start. A traced step takes 50.0 ms.",
         ),
         (
             {"unknown": 8},
             "cuda",
-            "Nothing runs for 20.0 ms (40.0%) a step; the trace has no launch that explains it.",
+            "Nothing runs for 20.0 ms (40.0%) per step; the trace has no launch that explains it.",
         ),
-        ({}, "cuda", "Nothing runs for 20.0 ms (40.0%) a step; the trace has no launch that explains it."),
+        ({}, "cuda", "Nothing runs for 20.0 ms (40.0%) per step; the trace has no launch that explains it."),
         (
             {"communication": 8},
             "cpu",

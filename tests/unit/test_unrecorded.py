@@ -168,7 +168,7 @@ def test_a_host_that_is_slow_by_itself_still_is() -> None:
     assert found["host_bound"].evidence["cost_frac"] == pytest.approx((468 - 37) / 737)
     assert "slowed_by_tracing" not in found, "1.05 times as long is not worth a word"
     assert analysis.verdict[0] == (
-        "The device is idle for 431.0 ms (58.5%) a step because the host launches work too slowly. "
+        "The device is idle for 431.0 ms (58.5%) per step because the host launches work too slowly. "
         "A step takes 700.0 ms."
     )
 

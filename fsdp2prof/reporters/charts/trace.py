@@ -133,7 +133,7 @@ def _points(name: str, colour: str, rows: Sequence[OperatorRow], longest: float)
         "marker": {"color": colour, "size": sizes, "opacity": 0.7},
         "hovertext": [
             f"{label(row.name)}<br>{label(row.shapes)} {dtype_label(row.dtype)}<br>"
-            f"{row.total_ns / _MS:.3f} ms a step"
+            f"{row.total_ns / _MS:.3f} ms per step"
             for row in rows
         ],
         "hovertemplate": "%{hovertext}<br>%{x:.1f} FLOP/byte, %{y:.4g} TFLOP/s<extra></extra>",

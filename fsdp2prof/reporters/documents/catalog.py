@@ -56,7 +56,7 @@ def hardware_catalog_document(catalog: HardwareCatalog) -> Document:
         c.percent("achieved_frac", "reached\n%"),
         c.prose("source"),
     ]
-    note = "peaks; reached: what large products reach of them, published or assumed"
+    note = "peaks; reached: share that large matrix products reach, published or assumed"
     tables = [
         c.table("accelerators", "Accelerators", columns, catalog.accelerators, note=note, noun="accelerator"),
         c.table("networks", "Networks", networks, catalog.networks, noun="network"),

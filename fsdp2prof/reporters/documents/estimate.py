@@ -503,7 +503,7 @@ def _what(estimate: StepEstimate) -> str:
 
 def _numbers(estimate: StepEstimate) -> list[KeyFigure]:
     figures = [
-        KeyFigure(value=format_ns(estimate.step_ns), label="a step"),
+        KeyFigure(value=format_ns(estimate.step_ns), label="per step"),
         KeyFigure(value=f"{estimate.tokens_per_s_per_gpu:,.0f}", label="tokens/s per GPU"),
     ]
     if estimate.mfu is not None:

@@ -110,7 +110,7 @@ def _ranks(hang: HangAnalysis) -> Table:
         *_call_columns(_call),
         c.name("place", "issued at", of=lambda one: None if (call := _call(one)) is None else call.place),
     ]
-    note = "the call in progress, else the last one; behind: collectives behind the furthest rank"
+    note = "the call in progress, otherwise the last one; behind: collectives behind the furthest rank"
     title = "Last collective of each rank"
     return c.table("ranks", title, columns, hang.ranks, note=note, limit=_RANKS, noun="rank")
 

@@ -50,7 +50,7 @@ def peak_table(analysis: MemoryAnalysis) -> Table:
         note="highest first" if several else "",
         limit=_RANK_ROWS,
         noun="rank",
-        remarks=[f"Details below are of rank {ranks[0].rank}, which peaks highest; --ranks selects another."]
+        remarks=[f"Details below: rank {ranks[0].rank}, with the highest peak; --ranks selects another."]
         if several
         else [],
     )
@@ -176,7 +176,9 @@ def remedy_table(title: str, remedies: Sequence[Remedy], oom: OutOfMemory | None
         *([c.text("enough", show=_ENOUGH.__getitem__)] if oom else []),
         c.prose("how"),
     ]
-    return c.table("remedies", title, columns, remedies, note="each alone, most bytes first", noun="change")
+    return c.table(
+        "remedies", title, columns, remedies, note="each alone, largest saving first", noun="change"
+    )
 
 
 def fragmentation_table(found: Fragmentation, rank: int) -> Table:

@@ -199,7 +199,7 @@ def _numbers(plan: Plan) -> list[KeyFigure]:
         return []
     figures = [
         KeyFigure(value=f"{point.tokens_per_s_per_gpu:,.0f}", label="tokens/s per GPU"),
-        KeyFigure(value=format_ns(point.step_ns), label="a step"),
+        KeyFigure(value=format_ns(point.step_ns), label="per step"),
         KeyFigure(value=format_bytes(point.total_bytes), label="on each GPU at most"),
     ]
     if point.mfu is not None:

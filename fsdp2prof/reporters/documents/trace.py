@@ -168,7 +168,7 @@ def _step_section(analysis: TraceAnalysis, predicted: bool) -> list[Section]:
     chart = _chart("step_chart", step_title(analysis), step_chart(step_rows(analysis)), "each step, ms")
     lead = (
         f"{_who(analysis)}, {_what(analysis)}. The parts are disjoint and sum to the window exactly. "
-        "Communication counts only where no compute or FSDP copy runs meanwhile."
+        "Communication counts only while no compute or FSDP copy runs."
     )
     return c.section("step", table.title, *chart, table, lead=lead, detail=True)
 
@@ -264,7 +264,7 @@ def layers_title(analysis: TraceAnalysis) -> str:
     worst = max(analysis.layers, key=lambda layer: layer.exposed_ns)
     if not worst.exposed_ns:
         return "All communication is hidden"
-    return f"{layer_name(worst.fqn)} exposes most: {format_ns(worst.exposed_ns)} of communication a step"
+    return f"{layer_name(worst.fqn)} exposes most: {format_ns(worst.exposed_ns)} of communication per step"
 
 
 def arrivals_title(analysis: TraceAnalysis) -> str:
@@ -273,7 +273,7 @@ def arrivals_title(analysis: TraceAnalysis) -> str:
     if late is None or not late.stall_ns:
         return "Every collective finished in time"
     what = f"{layer_name(late.fqn)} {show_op(late.op)} in {late.phase}"
-    return f"Longest wait: {what}, {format_ns(late.stall_ns)} a step"
+    return f"Longest wait: {what}, {format_ns(late.stall_ns)} per step"
 
 
 def bandwidth_title(analysis: TraceAnalysis) -> str:
@@ -292,7 +292,7 @@ def waits_title(analysis: TraceAnalysis) -> str:
     if longest is None:
         return "Waiting by rank and layer"
     layer = layer_name(longest.fqn)
-    return f"Rank {longest.rank} waits longest for {layer}: {format_ns(longest.stall_ns)} a step"
+    return f"Rank {longest.rank} waits longest for {layer}: {format_ns(longest.stall_ns)} per step"
 
 
 def operators_title(analysis: TraceAnalysis) -> str:
@@ -301,4 +301,6 @@ def operators_title(analysis: TraceAnalysis) -> str:
     rate = format_flops(first.flops_per_s)
     share = f", {format_frac(first.roof_frac)} of its roof" if first.roof_frac is not None else ""
     what = f"{first.name.removeprefix('aten::')} of {first.shapes}"
-    return f"Longest matrix product or attention: {what}, {format_ns(first.total_ns)} a step at {rate}{share}"
+    return (
+        f"Longest matrix product or attention: {what}, {format_ns(first.total_ns)} per step at {rate}{share}"
+    )

@@ -191,7 +191,7 @@ def _overlap_sentence(analysis: TraceAnalysis) -> str:
     totals = analysis.totals
     busy, uncovered = format_ns(totals.communication_ns or 0), format_ns(totals.exposed_ns or 0)
     return (
-        f"A rank communicates for {busy} of a step, {uncovered} of it exposed: "
+        f"A rank communicates for {busy} per step, {uncovered} of it exposed: "
         f"overlap {format_frac(totals.overlap_frac)}."
     )
 

@@ -34,7 +34,7 @@ _COLUMNS = 100
 @builds(WatchedRun)
 def watch_document(run: WatchedRun) -> Document:
     """Lay out the last steps of a job and its ranks."""
-    numbers = [KeyFigure(value=show_ns(run.step_ns), label="a step")]
+    numbers = [KeyFigure(value=show_ns(run.step_ns), label="per step")]
     if run.exposed_frac is not None:
         numbers.append(KeyFigure(value=show_frac(run.exposed_frac), label="of it waiting for communication"))
     if run.tokens_per_s is not None:

@@ -37,7 +37,7 @@ def what_if_document(result: WhatIf) -> Document:
 def what_if_section(tried: Sequence[WhatIfChange]) -> list[Section]:
     """Return the sections of the single changes that were tried: their gains and the evidence."""
     gains, grounds = _tried(tried, _TITLE)
-    lead = "Each change alone, in a replay of the recorded steps."
+    lead = "Each change on its own, in a replay of the recorded steps."
     return [
         *c.section("what_if", _TITLE, *gains, lead=lead),
         *c.section("replays", "Assumptions of the replays", *grounds, detail=True),
@@ -99,7 +99,7 @@ def _table(rows: Sequence[WhatIfChange], every: Sequence[WhatIfChange], title: s
         c.sized("memory_bytes", "memory"),
         c.prose("what", "description"),
     ]
-    note = "ms a step, mean over the recorded steps; memory: upper bound per rank"
+    note = "ms per step, mean over the recorded steps; memory: upper bound per rank"
     return c.table("what_if", title, columns, rows, every=every, note=note, noun="change")
 
 
