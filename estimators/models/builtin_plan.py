@@ -267,7 +267,7 @@ def ring_width_of(text: Any, *, eager: bool) -> int | str:
     The reason is the end of a sentence that begins with the model's name.
     """
     if eager:
-        return "runs attention of its own, which no ring takes"
+        return "runs its own attention, which does not run on a ring"
     if getattr(text, "is_heterogeneous", False):
         return "has layers whose heads differ, which is not modelled around a ring"
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
@@ -275,7 +275,7 @@ def ring_width_of(text: Any, *, eager: bool) -> int | str:
         return f"has layers of {min(kinds)}, which torch's ring attention does not take"
     for name in _WINDOWS:
         if getattr(text, name, None) and not getattr(text, "layer_types", None):
-            return f"has a mask of its own ({name}), which torch's ring attention does not take"
+            return f"has its own mask ({name}), which torch's ring attention does not take"
     heads = int(getattr(text, "num_attention_heads", 0) or 0)
     if getattr(text, "kv_lora_rank", None):
         parts = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

@@ -74,7 +74,7 @@ def _note(documents: Documents, seq_len: int) -> str:
             "and all pairs are computed"
         )
     if isinstance(documents, FlexDocuments):
-        return f"{each}, kept apart by flex attention's block mask, made anew for each micro-batch"
+        return f"{each}, kept apart by flex attention's block mask, created for each micro-batch"
     return f"{each}, kept apart by FlashAttention's kernel of variable lengths"
 
 
@@ -94,8 +94,8 @@ def _let_transformers(model: Model, documents: Documents) -> None:
     for one in _NOT_BY_DOCUMENT:
         if found := sorted(kind for kind in kinds if one in kind and not kind.startswith("conv1d")):
             raise ModelError(
-                f"documents: {name} has layers ({found[0]}) that go on from one document to the next: how "
-                "they are kept apart is not modelled"
+                f"documents: {name} has layers ({found[0]}) whose state continues from one document to the "
+                "next: separating them is not modelled"
             )
     if isinstance(documents, MaskedDocuments):
         return

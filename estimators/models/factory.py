@@ -87,7 +87,7 @@ def _own_loss(loss: Callable[[nn.Module, Any], Tensor], module: nn.Module, batch
             f"loss={how} is of the models whose loss is ours: compute it in your own loss function"
         )
     if batch.keeps_logits is not None:
-        raise ModelError("keep_logits: this model has a loss of its own: hold them in your own function")
+        raise ModelError("keep_logits: this model has its own loss: keep the logits in that function")
     return loss(module, batch.args[0])
 
 

@@ -288,7 +288,7 @@ def _name_of(path: Path, values: dict[str, Any]) -> str:
 def _configuration(transformers: Any, path: Path, values: dict[str, Any]) -> Any:
     model_type = values["model_type"]
     if model_type not in transformers.CONFIG_MAPPING:
-        own = ": it comes with code of its own, which is not run" if "auto_map" in values else ""
+        own = ": it comes with its own code, which is not run" if "auto_map" in values else ""
         raise ModelError(
             f"model {path}: transformers {transformers.__version__} has no model_type {model_type!r}{own}; "
             "use a newer one, or package.module:factory"

@@ -245,7 +245,7 @@ def _with_backward_at_once(module: nn.Module, fqn: str, batch: Batch, pieces: in
     if isinstance(module, FSDPModule):
         if not isinstance(head, FSDPModule):
             raise ModelError(
-                f"loss=chunked-backward gathers {fqn} outside of the forward, as a unit of its own or "
+                f"loss=chunked-backward gathers {fqn} outside the forward, as a separate unit or "
                 f"with the last norm: add {fqn} or norm+{fqn} to wrap"
             )
         module._get_fsdp_state()._lazy_init()  # before a unit is out of its sight

@@ -134,7 +134,7 @@ def _refusals(manifest: RankManifest, grad_accum: int | None, sync: Sync | None)
     if len({parameter.dtype for group in groups for parameter in group.parameters}) > 1:
         yield "has parameters of several original dtypes"
     if len(manifest.optimizers) > 1 and all(optimizer.parameters == 1 for optimizer in manifest.optimizers):
-        yield "steps an optimizer of its own for each parameter (in backward, or on the host)"
+        yield "steps a separate optimizer for each parameter (in backward, or on the host)"
     if len({optimizer.class_name for optimizer in manifest.optimizers}) > 1:
         yield "has optimizers of several classes"
 

@@ -169,7 +169,7 @@ def _torchtitan_note(one: Candidate, *, newer: bool = False) -> str:
     if one.mesh.pp == 1 and one.policy.grad_accum > 1 and one.policy.sync == "last":
         notes.append("torchtitan reduces gradients after each micro-batch (sync=each)")
     if one.mesh.pp == 1 and one.policy.reshard == "default":
-        notes.append("torchtitan shards embedding and [norm, output] as groups of their own")
+        notes.append("torchtitan shards embedding and [norm, output] as separate groups")
     return "; ".join(notes)
 
 

@@ -34,11 +34,9 @@ class ExpertParallel(Technique):
         if (ranks := mesh.fsdp_size * mesh.tp) % mesh.ep:
             raise ModelError(f"mesh: ep={mesh.ep} does not divide the {ranks} ranks of dp_shard x cp x tp")
         if isinstance(policy.reshard, int):
-            raise ModelError(
-                "reshard to a number of ranks with experts on a mesh of their own is not modelled"
-            )
+            raise ModelError("reshard to a number of ranks with experts on a separate mesh is not modelled")
         if refusal := expert_mesh_refusal():
-            raise ModelError(f"mesh: ep={mesh.ep}: {refusal}; 2.11 or newer gives experts one of their own")
+            raise ModelError(f"mesh: ep={mesh.ep}: {refusal}; 2.11 or newer gives experts a separate mesh")
 
     def change_model(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
         """Leave this rank's experts."""

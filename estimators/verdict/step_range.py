@@ -305,7 +305,7 @@ def _of_costs(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[s
     if calibration is not None:
         return [
             "a steady step as FSDP2, autograd and the optimizer command it, captured on fake tensors",
-            f"calibrated on {calibration.source}: its operators by layer and phase, its host's pace, its "
+            f"calibrated on {calibration.source}: its operators by layer and phase, its host times, its "
             "collectives by size (waiting for other ranks as it was there)",
             *(
                 ["collectives block the host, as gloo's do"]

@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 
 REFUSED = {
-    "deepseek-moe-16b": "no model_type 'deepseek': it comes with code of its own",
+    "deepseek-moe-16b": "no model_type 'deepseek': it comes with its own code",
     "rwkv-4-169m": "RwkvForCausalLM goes through a sequence token by token",
     "vit-large-patch16-224": "ViTForImageClassification takes pixel_values, not tokens: write a factory",
     "whisper-large-v3": "WhisperForConditionalGeneration takes input_features, not tokens: write a factory",

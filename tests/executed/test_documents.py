@@ -123,7 +123,7 @@ def test_attention_of_four_documents_is_a_quarter(tmp_path: Path) -> None:
             {"model_type": "lfm2", "full_attn_idxs": [1]},
             "varlen:4",
             {},
-            "go on from one document to the next",
+            "whose state continues from one document to the next",
         ),
     ],
 )

@@ -253,7 +253,7 @@ def test_an_optimizer_for_each_parameter_is_refused_by_name() -> None:
     manifest = recorded(torchtitan)
     one = OptimizerInfo(class_name="AdamW", state_bytes=0, param_groups=1, parameters=1)
     manifest.optimizers = [one, one]
-    with pytest.raises(ModelError, match=r"an optimizer of its own for each parameter \(in backward"):
+    with pytest.raises(ModelError, match=r"a separate optimizer for each parameter \(in backward"):
         values_of_run(manifest)
     half = OptimizerInfo(class_name="AdamW", state_bytes=0, param_groups=1, parameters=6)
     manifest.optimizers = [half, half]

@@ -34,7 +34,7 @@ def read_prime_rl(run: Reading) -> None:
 
     if run.has(*_OF_AN_ORCHESTRATOR) and not run.has("trainer", "orchestrator"):
         generates = next(one for one in run.values if one.partition(".")[0] in _OF_AN_ORCHESTRATOR)
-        run.refuse(run.get(generates), "this file is the orchestrator's; the trainer has one of its own")
+        run.refuse(run.get(generates), "this is the orchestrator's file; the trainer has a separate one")
     model = key("model.name")
     if model.value is None:
         model = run.get("model.name")

@@ -132,7 +132,7 @@ def _peeked(root: Path, path: Path, refused: list[str]) -> Candidate | None:
     try:
         rank, world_size = peek_rank(path)
         if is_nsys_report(path) and (count := len(nsys_processes(path))) > 1:
-            raise TraceError(f"{path}: a report of {count} processes; analyse it by itself")
+            raise TraceError(f"{path}: a report of {count} processes; analyse it separately")
     except TraceError as error:
         refused.append(f"left out: {error}")
         return None
