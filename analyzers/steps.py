@@ -208,7 +208,8 @@ def unrecorded_step(ranks: Iterable[Sequence[StepInfo | StepTime]]) -> Unrecorde
 
 
 def are_unlike(step: UnrecordedStep) -> bool:
-    """Whether unrecorded steps are of several kinds: models in turns, a step in two that generates, too."""
+    """Whether unrecorded steps are of several kinds: models updated in turns, or generation in every
+    second step."""
     return step.steps >= _ENOUGH and step.upper_quartile_ns > _ALIKE * step.lower_quartile_ns
 
 
@@ -222,11 +223,11 @@ _CAN_VARY = 0.95
 
 
 def waited_for(step: UnrecordedStep | None, ranks: Sequence[RankTrace]) -> UnrecordedStep | None:
-    """Return the unrecorded step, None where its time is the host's alone.
+    """Return the unrecorded step, or None if its time is only the host's.
 
     A host that launches faster than the device computes runs ahead of it, by all steps of a short run: its
-    clock then shows how long launching takes. No step is shorter than what the device computes in the
-    shortest.
+    clock then shows the time of launching. No step is shorter than the device's compute time in the
+    shortest one.
     """
     computed = [one.breakdown_ns.compute for rank in ranks if rank.device_type != "cpu" for one in rank.steps]
     return None if step and computed and step.median_ns < _CAN_VARY * min(computed) else step

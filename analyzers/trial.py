@@ -1,8 +1,8 @@
-"""``try``: what each candidate gained a step, measured in pairs within the running training.
+"""``try``: each candidate's gain per step, measured in pairs within the running training.
 
-A round holds one block of steps of every candidate and one of the script's own settings, in random order. A
-gain is the difference of the two blocks of a round, so that whatever slows the machine for longer than a
-round slows both.
+A round holds one block of steps of every candidate and one of the script's own settings, in random order.
+A gain is the difference of the two blocks of a round, so that a slowdown of the machine for longer than a
+round affects both.
 """
 
 from __future__ import annotations

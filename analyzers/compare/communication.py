@@ -1,7 +1,7 @@
 """Collectives of two sides against each other, by layer, phase and op; each side measured or predicted.
 
-A new dtype or mesh then shows as a change of bytes, not as one row gone and another come. What is shown are
-means per rank and step; whether counts and bytes are equal is decided on the integer sums behind them.
+A new dtype or mesh then shows as a change of bytes, not as one row removed and one added. Values shown are
+means per rank and step; whether counts and bytes are equal is decided on the underlying integer sums.
 """
 
 from __future__ import annotations

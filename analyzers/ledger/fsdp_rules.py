@@ -1,4 +1,5 @@
-"""FSDP's collectives in the ledger: those that the set-up does not explain, and why they came late."""
+"""FSDP's collectives in the ledger: those that the set-up does not explain, and the reasons they were
+late."""
 
 from __future__ import annotations
 

@@ -46,9 +46,9 @@ def enter_starved(book: Book) -> None:
 def _waited_while_ready(book: Book, causes: Sequence[str]) -> dict[tuple[int, int], int]:
     """Return rank and step -> time of the causes in which the thread waited for a processor.
 
-    The system counts all waiting of a step, also that of a thread which wakes up inside a collective. Of each
-    nanosecond that the thread is ready, it is taken to wait the same part wherever it is, so that its own
-    computing remains: waiting / (waiting + computing) of the causes, both as counted by the system.
+    The system counts all waiting of a step, also that of a thread that wakes up inside a collective. The
+    thread is assumed to wait the same share of its ready time everywhere, so that its own computing
+    remains: waiting / (waiting + computing) of the causes, both as counted by the system.
     """
     pool = _pool(book, causes)
     computed = {

@@ -105,7 +105,7 @@ def of_step(ledger: Ledger) -> str:
 
 
 def bound(ledger: Ledger) -> str:
-    """Say which cause takes most of the step, and which one is next where it takes much, too."""
+    """Report the cause that takes most of the step, and the next one if it takes much as well."""
     if not ledger.entries or not ledger.step_ns:
         return ""
     first, *others = sorted(ledger.entries, key=lambda entry: -entry.ns)

@@ -1,8 +1,9 @@
-"""``analyze memory``: what fills each device at its peak, by layer, phase and kind of tensor.
+"""``analyze memory``: the content of each device at its peak, by layer, phase and kind of tensor.
 
-Out of memory: what was asked for, by whom, what stood in the way, and what would have let it fit.
+Out of memory: the request, its origin, the memory in its way, and the changes that would have made it fit.
 
-Reserved minus allocated: where the caching allocator's unused memory lies, and who could have used it.
+Reserved minus allocated: the location of the caching allocator's unused memory, and the requests that
+could use it.
 """
 
 from __future__ import annotations

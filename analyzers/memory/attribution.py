@@ -135,10 +135,10 @@ def _with_tags(phases: PhaseTable, allocations: AllocationTable) -> AllocationTa
 
 
 def _confirmed(phases: PhaseTable, tags: AllocationTable) -> BoolArray:
-    """Mask of the tags that say what the labels say at their allocation's time.
+    """Mask of the tags that agree with the labels at their allocation's time.
 
-    The clock ticks in microseconds: both rows that meet in one count. With several roots a tag may name the
-    root of a module where the labels cannot.
+    The clock ticks in microseconds: both rows that meet in one count. With several roots a tag may name
+    the root of a module where the labels cannot.
     """
     row = intervals.containing(phases.start_ns, phases.end_ns, tags.alloc_ns)
     before = np.searchsorted(phases.end_ns, tags.alloc_ns)

@@ -1,6 +1,6 @@
-"""What to look at in a memory analysis: FSDP2's habits, leaks, fragmentation, ranks that differ.
+"""Findings of a memory analysis: FSDP2's typical problems, leaks, fragmentation, ranks that differ.
 
-Memory that grows with every step: what each step leaves behind and no later one frees.
+Memory that grows with every step: memory that each step leaves behind and no later one frees.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Leak:
 
 
 _LEAST_LEAK_BYTES = 16 << 10
-"""What a step leaves behind that fills less than 2 GiB in 100,000 steps is not told: a loss that is kept."""
+"""A step's left-over memory that fills less than 2 GiB in 100,000 steps is not reported: a loss that is
+kept."""
 
 
 def find_leaks(allocations: AllocationTable, steps: StepTable, stacks: Stacks) -> list[Leak]:

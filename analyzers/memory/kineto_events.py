@@ -196,7 +196,7 @@ def _segments(events: MemoryEventTable) -> SegmentTable:
 
 
 def _labels(trace: Trace) -> LabelTable:
-    """Return the labels that tell phases, of all threads as those of one.
+    """Return the labels that give phases, of all threads as those of one.
 
     Only one thread of a training loop works at a time: the loop's own waits while autograd's runs.
     """

@@ -1,6 +1,6 @@
-"""The peak: how high, when, where, and what is alive then; and every layer's own peak and growth.
+"""The peak: height, time, place, and live memory; and every layer's own peak and growth.
 
-What each layer holds at an instant: one row a layer, and one row for layers that hold the same.
+Each layer's memory at an instant: one row per layer, and one row for layers with the same memory.
 """
 
 from __future__ import annotations
@@ -182,9 +182,9 @@ def layer_peaks(view: PreparedRecording) -> list[LayerPeak]:
 
 
 def timeline(view: PreparedRecording, points: int = 400) -> dict[str, list[int]]:
-    """Return allocated bytes by category at evenly spaced events, the peak among them.
+    """Return allocated bytes by category at evenly spaced events, including the peak.
 
-    Keys: ``time_ns``, one per category, and ``reserved`` where there is a caching allocator. At every point
+    Keys: ``time_ns``, one per category, and ``reserved`` if there is a caching allocator. At every point
     the categories sum to the allocated bytes.
     """
     events = len(view.times)

@@ -155,9 +155,9 @@ def until_failure(recording: MemoryRecording, failure: Failure) -> MemoryRecordi
 def as_of_failures(
     allocations: AllocationTable, failures: list[Failure], end_ns: int
 ) -> tuple[AllocationTable, IntArray]:
-    """Return allocations as they stood when their work ended, and the time of that, one a row.
+    """Return allocations as they were when their work ended, and that time, one per row.
 
-    What was alive at a failure was never freed; the work of everything else ended with the history.
+    Memory alive at a failure was never freed; all other work ended with the history.
     """
     free_order, free_ns = allocations.free_order.copy(), allocations.free_ns.copy()
     ends = np.full(len(allocations), end_ns, dtype=np.int64)
@@ -197,9 +197,10 @@ class PreparedRecording:
 
 
 def prepare(recording: MemoryRecording, manifest: RankManifest | None) -> PreparedRecording:
-    """Attribute a recording, with what the recorder said about its rank if it did.
+    """Attribute a recording, with the recorder's data about its rank if available.
 
-    One that ends with a failed request, and with letting everything go after it, is read up to the failure.
+    A recording that ends with a failed request, after which everything is freed, is read up to the
+    failure.
     """
     failures = ending_failures(recording)
     if failures and failures[-1].last:

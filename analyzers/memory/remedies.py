@@ -38,9 +38,9 @@ class Request:
 
 
 def in_loss(allocations: AllocationTable, stacks: Stacks) -> BoolArray:
-    """Mask of the allocations that a cross-entropy loss made, by operator or stack, and its backward.
+    """Mask of the allocations of a cross-entropy loss, by operator or stack, and of its backward.
 
-    Its backward is what comes before FSDP's first label there, the gradient of the logits above all: autograd
+    Its backward is the part before FSDP's first label there, mainly the gradient of the logits: autograd
     leaves no Python frame on a GPU, and no module is known then.
     """
     made = allocations.op.matches(lambda name: LOSS.search(name) is not None)
@@ -153,9 +153,9 @@ def _held(live: AllocationTable, *categories: str) -> int:
 
 
 def _gathered(live: AllocationTable, fqn: str | None, manifest: RankManifest | None) -> tuple[int, int]:
-    """Bytes of other groups that resharding frees, and of those that are gathered further ahead than one.
+    """Bytes of other groups that resharding frees, and of those that are gathered more than one ahead.
 
-    Without a manifest it is unknown which of them prefetch brings.
+    Without a manifest it is unknown which of them result from prefetch.
     """
     others = live.take(live.category.equals("unsharded_parameter") & ~live.fqn.equals(fqn))
     held = {one: _size(others, others.fqn.equals(one)) for one in others.fqn.values if one is not None}
@@ -212,10 +212,10 @@ def _blocks(activations: AllocationTable) -> list[list[_Block]]:
 
 
 def _dropped(blocks: list[_Block]) -> tuple[int, int]:
-    """What checkpointing drops of like blocks, at least and at most.
+    """Minimum and maximum that checkpointing saves in similar blocks.
 
-    One that holds hardly any allocations is checkpointed already and shows what an input takes; without one,
-    an input takes no more than the block's largest allocation.
+    A block with hardly any allocations is checkpointed already and shows the size of an input; without
+    such a block, an input is at most the block's largest allocation.
     """
     inputs = [block.bytes for block in blocks if block.allocations <= _CHECKPOINTED]
     least = [max(0, block.bytes - (min(inputs) if inputs else block.largest)) for block in blocks]

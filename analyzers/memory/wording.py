@@ -25,7 +25,7 @@ _CLOSE = 0.95
 
 
 def memory_verdict(ranks: Sequence[RankMemory], figures: MemoryFigures) -> list[str]:
-    """Say how high the peak is, where it is and what fills it, and what to try.
+    """Report the height, place and content of the peak, and the change to try.
 
     Of the fullest rank, or of the fullest one that ran out of memory.
     """

@@ -99,11 +99,13 @@ def _ranks(processes: Sequence[InspectedProcess], manifests: Mapping[int, RankMa
 
 
 def _logged(log: NcclLog) -> dict[str, list[LoggedCommunicator]]:
-    """Communicators of the log by what is equal on all ranks; one of which nothing is known is alone.
+    """Communicators of the log, grouped by properties that are equal on all ranks; without any, each is
+    separate.
 
-    Versions before 2.17 log no number of a communicator. There the communicators of one size belong together
-    where they are those of each of its ranks, once. A log without INIT names neither number nor rank: its
-    communicators of one size belong together where no more processes than that call the same collectives.
+    Versions before 2.17 log no number of a communicator. There the communicators of one size belong
+    together if each of the ranks has exactly one of them. A log without INIT names neither number nor
+    rank: its communicators of one size belong together if no more processes than that size call the same
+    collectives.
     """
     found: dict[str, list[LoggedCommunicator]] = defaultdict(list)
     unnamed: dict[tuple[int, int], list[LoggedCommunicator]] = defaultdict(list)

@@ -62,10 +62,10 @@ def working_operators(trace: Trace) -> IntArray:
 def _working(
     start: IntArray, end: IntArray, wrapping: BoolArray, native: BoolArray, whole: BoolArray
 ) -> BoolArray:
-    """Tell which of a thread's nested operators work themselves, from the innermost outwards.
+    """Decide which of a thread's nested operators do the work themselves, from the innermost outwards.
 
-    They are sorted by ``start``, the enclosing one first; ``wrapping`` ones never work, only ``native`` ones
-    do together with what they call, and products and attention (``whole``) always do.
+    They are sorted by ``start``, the enclosing one first; ``wrapping`` operators never do, only ``native``
+    ones do together with the operators they call, and products and attention (``whole``) always do.
     """
     order = np.arange(len(start))
     after = np.searchsorted(start, end, side="left")  # first operator that is not inside

@@ -53,10 +53,11 @@ def recomputed(tables: RankTables) -> Intervals:
 
 
 def _forwards_in_nodes(tables: RankTables) -> list[tuple[int, int]]:
-    """Return where autograd's nodes run forwards: from the first operator of forward alone to the last.
+    """Return the intervals in which autograd's nodes run forwards: from the first forward-only operator to
+    the last.
 
-    A checkpoint runs its forward again, all of it, when the first of its nodes needs what was not saved.
-    FSDP's hooks leave no label there.
+    A checkpoint runs its whole forward again when the first of its nodes needs a tensor that was not
+    saved. FSDP's hooks leave no label there.
     """
     events = tables.trace.events
     rows = np.flatnonzero(events.name.matches(OF_FORWARD.__contains__) & (events.thread >= 0))
@@ -104,9 +105,10 @@ def compiling(tables: RankTables) -> Intervals:
 
 
 def recording_graphs(tables: RankTables) -> Intervals:
-    """When torch.compile was recording CUDA graphs: every call of compiled code that records or prepares one.
+    """Intervals in which torch.compile recorded CUDA graphs: every call of compiled code that records or
+    prepares one.
 
-    Before each it stops for the whole device, which compiled code does for nothing else.
+    Before each it waits for the whole device, which compiled code does for no other reason.
     """
     events = tables.trace.events
     host = events.thread >= 0

@@ -1,7 +1,7 @@
 """``analyze trace``: one rank at a time into a small, mergeable summary, then all ranks together.
 
-:func:`analyze_rank` needs one rank's tables and nothing else, and what it returns is small and picklable, so
-ranks can be analysed in processes of their own; :func:`merge` compares them and builds the result.
+:func:`analyze_rank` needs only one rank's tables, and its result is small and picklable, so ranks can be
+analysed in separate processes; :func:`merge` compares them and builds the result.
 
 Rates of collectives by op, process group and size, against the best of the run and the hardware's peak.
 """

@@ -1,9 +1,10 @@
-"""Communication by layer: how much, how much of it exposed or late, how long the compute stream waited.
+"""Communication by layer: its amount, the exposed and late part, and the waits of the compute stream.
 
 Rows are means over ranks and steps; repeated layers are folded.
 
-Layers whose names differ only in one number (``layers.0`` ... ``layers.79``) and whose collectives carry the
-same bytes become one row, ``layers.0-79``; one that is much worse than its siblings keeps a row of its own.
+Layers whose names differ only in one number (``layers.0`` ... ``layers.79``) and whose collectives carry
+the same bytes become one row, ``layers.0-79``; a layer that is much worse than its siblings keeps its own
+row.
 """
 
 from __future__ import annotations

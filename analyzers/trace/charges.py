@@ -101,7 +101,7 @@ def rank_charges(tables: RankTables, rank: int) -> RankCharges:
 def _is_fsdps(tables: RankTables) -> BoolArray:
     """Whether FSDP issued each collective for a module: inside one of its labels, if the trace has any.
 
-    All-reduces inside them are a hook's on gradients where no group has replicas.
+    If no group has replicas, all-reduces inside them come from a hook on gradients.
     """
     collectives, manifest = tables.collectives, tables.manifest
     of_module = collectives.table.fqn.codes >= 0

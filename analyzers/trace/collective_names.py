@@ -1,6 +1,7 @@
-"""What collectives are called, and the bytes they move: names, element types, payload and wire.
+"""Names of collectives and the bytes they move: element types, payload and wire.
 
-Gloo's take their time from ranges of worker threads, and who asked from the issuing operators.
+Gloo's collectives take their time from ranges of worker threads, and their origin from the issuing
+operators.
 """
 
 from __future__ import annotations
@@ -146,10 +147,10 @@ def payload_bytes(
 
 
 def wire_bytes(op: Strings, payload: IntArray, group_size: IntArray) -> IntArray:
-    """Return the bytes each rank sends: payload (n-1)/n, all-reduce 2(n-1)/n; -1 where unknown.
+    """Return the bytes each rank sends: payload (n-1)/n, all-reduce 2(n-1)/n; -1 if unknown.
 
-    nccl-tests' bus factors, whole bytes (floor). A send or receive sends its payload; a broadcast, and
-    everything else, has no one figure for all ranks.
+    nccl-tests' bus factors, whole bytes (floor). A send or receive sends its payload; a broadcast, like
+    all other operations, has no single number for all ranks.
     """
     known = (payload >= 0) & (group_size > 0)
     n = np.where(known, group_size, 1)
@@ -177,11 +178,11 @@ def gloo_ranges(trace: Trace) -> IntArray:
 
 
 def match_issuers(trace: Trace, ranges: IntArray) -> IntArray:
-    """Return the ``c10d::*`` event row that issued each worker range; -1 where it is not in the file.
+    """Return the ``c10d::*`` event row that issued each worker range; -1 if it is not in the file.
 
-    A worker takes what its group was given first in, first out. Ranges and operators are therefore paired
-    in order of time within one kind and input size (where both are recorded, else within one kind); a range
-    that begins when nothing of its kind is pending was issued before recording began.
+    A worker executes its group's work first in, first out. Ranges and operators are therefore paired in
+    order of time within one kind and input size (if both are recorded, otherwise within one kind); a range
+    that begins when no work of its kind is pending was issued before recording began.
     """
     events = trace.events
     issuers = np.flatnonzero(events.name.matches(lambda name: name.startswith("c10d::")))

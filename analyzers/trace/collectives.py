@@ -1,6 +1,6 @@
-"""Every collective of one rank: when it ran, who issued it, for which layer, and what it moved.
+"""Every collective of one rank: its time, its issuer, its layer, and the data it moved.
 
-Collectives of a rehearsal: the operators that issue them, for no transfer follows.
+Collectives of a rehearsal: the operators that issue them, since no transfer follows.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Collectives:
 
     table: CollectiveTable
     reason: Strings
-    """Why a collective has no layer; null where it has one."""
+    """Reason a collective has no layer; null if it has one."""
     thread: IntArray
     """Thread that issued it; -1 unknown."""
     issue_end_ns: IntArray
@@ -116,7 +116,7 @@ class Collectives:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sources:
-    """Where each collective's facts come from: its span and event rows, -1 where there is none."""
+    """Sources of each collective's facts: its span and event rows, -1 if there is none."""
 
     start: IntArray
     end: IntArray
@@ -124,7 +124,7 @@ class _Sources:
     named: IntArray
     """Event whose name and metadata are the collective's own: a kernel, a copy, a ``gloo:*`` range."""
     params: IntArray
-    """What else describes it: ``record_param_comms`` around the launch, gloo's range."""
+    """Other descriptions of it: ``record_param_comms`` around the launch, gloo's range."""
     operator: IntArray
     """``c10d::*`` operator around the launch."""
     range: IntArray
@@ -313,7 +313,7 @@ def _in_order(sources: _Sources) -> _Sources:
 
 
 def _around(trace: Trace, device: DeviceTable, candidates: BoolArray) -> IntArray:
-    """Event row of the innermost candidate range around each activity's launch; -1 where there is none."""
+    """Event row of the innermost candidate range around each activity's launch; -1 if there is none."""
     events = trace.events
     found = np.full(len(device), -1, dtype=np.int64)
     rows = np.flatnonzero(candidates)
@@ -380,7 +380,7 @@ class _Facts:
         self._rows = [self._described(source) for source in described]
 
     def _described(self, source: IntArray) -> IntArray:
-        """Row of each event's metadata; -1 where it has none."""
+        """Row of each event's metadata; -1 if it has none."""
         event = self._args.event
         if not len(event):
             return np.full(len(source), -1, dtype=np.int64)
@@ -388,7 +388,7 @@ class _Facts:
         return np.where((source >= 0) & (event[row] == source), row, -1)
 
     def number(self, column: str) -> IntArray:
-        """Return a numeric column of the metadata; -1 where no source knows it."""
+        """Return a numeric column of the metadata; -1 if no source knows it."""
         values = np.append(getattr(self._args, column), -1)
         result = values[self._rows[0]]
         for rows in self._rows[1:]:
@@ -396,7 +396,7 @@ class _Facts:
         return result
 
     def text(self, column: str) -> Strings:
-        """Return a text column of the metadata; null where no source knows it."""
+        """Return a text column of the metadata; null if no source knows it."""
         strings: Strings = getattr(self._args, column)
         codes = np.append(strings.codes, np.int32(-1))
         result = codes[self._rows[0]]

@@ -1,6 +1,6 @@
-"""Forwards that no backward follows (evaluation, generation, an output that is never used), and layers' pace.
+"""Forwards without a backward (evaluation, generation, an output that is never used), and layers' rate.
 
-The pace is how fast layers follow one another in a recording that no step marks divide.
+The rate is the time from one layer to the next in a recording without step marks.
 """
 
 from __future__ import annotations
@@ -162,11 +162,11 @@ _ENOUGH = 3
 
 
 def layer_paces(tables: RankTables) -> list[LayerPace] | None:
-    """Return the time from one forward of repeated layers to the next; None where windows are whole steps.
+    """Return the time from one forward of repeated layers to the next; None if windows are whole steps.
 
-    A recording without step marks is whole where it holds complete passes: it begins with a root's forward,
-    and every layer ran forward equally often. Otherwise its length is that of the capture, not of a step.
-    Without FSDP labels nothing says which, and the list is empty.
+    A recording without step marks is complete if it holds complete passes: it begins with a root's
+    forward, and every layer ran forward equally often. Otherwise its length is that of the capture, not of
+    a step. Without FSDP labels this is unknown, and the list is empty.
     """
     if len(tables.steps):
         return None

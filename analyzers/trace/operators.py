@@ -1,9 +1,9 @@
-"""Matrix products and attention by shape: what they compute and move, and how fast; kernels by name.
+"""Matrix products and attention by shape: their work, their bytes and their rates; kernels by name.
 
 These are the points of a roofline. Operations are counted as in
-:func:`fsdp2prof.analyzers.trace.accounting.operations`. Bytes are the least that a call can move: every
-operand read once, every result written once. A call's time is that of the kernels launched inside it, or its
-own on a host.
+:func:`fsdp2prof.analyzers.trace.accounting.operations`. Bytes are the minimum that a call can move: every
+operand read once, every result written once. A call's time is that of the kernels launched inside it, or
+its own on a host.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _outermost(trace: Trace, events: IntArray) -> IntArray:
 
 
 def _spent(tables: RankTables, events: IntArray) -> IntArray:
-    """Return what each call takes: its kernels on the device, on a host itself."""
+    """Return the time of each call: of its kernels on the device, on a host its own."""
     table, work = tables.trace.events, tables.work
     if not len(tables.device):
         return table.end_ns[events] - table.start_ns[events]
@@ -249,10 +249,10 @@ def kernel_sums(tables: RankTables) -> list[KernelSum]:
 
 
 def additional_ns(ranks: Sequence[tuple[list[KernelSum], int]]) -> list[int]:
-    """Return the time of each rank's kernels (CPU: operators) beyond those that another rank runs a step.
+    """Return the time of each rank's kernels (CPU: operators) in excess of those of another rank per step.
 
-    ``ranks`` are their sums and the number of steps in which they ran. Less that of the other ranks' own:
-    kernels that are only named otherwise elsewhere cancel out. What a rank runs more of in a few steps alone
+    ``ranks`` are their sums and the number of steps in which they ran. The other ranks' own excess is
+    subtracted: kernels that only have another name elsewhere cancel out. An excess in only a few steps
     does not count: whether a nested operator of a CPU is counted depends on its time.
     """
     known = [
@@ -280,7 +280,7 @@ def additional_ns(ranks: Sequence[tuple[list[KernelSum], int]]) -> list[int]:
 
 
 def kernel_rows(ranks: Iterable[list[KernelSum]], windows: int, step_ns: float | None) -> list[KernelRow]:
-    """Put ranks together: means over ``windows``, longest first, what is not named last."""
+    """Combine ranks: means over ``windows``, longest first, unnamed entries last."""
     sums = _largest([one for rank in ranks for one in rank], _NAMED)
     rows = [
         KernelRow(

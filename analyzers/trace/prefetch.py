@@ -39,11 +39,11 @@ class AwaitedTable(Table):
     communicator_ns: IntArray
     """Queued, launched, behind another collective of its process group."""
     stream_ns: IntArray
-    """Queued, launched, behind anything else."""
+    """Queued, launched, behind any other work."""
 
 
 def awaited(tables: RankTables) -> AwaitedTable:
-    """Return what one rank's timeline says about each wait."""
+    """Return the verdict of one rank's timeline about each wait."""
     table, waits = tables.collectives.table, tables.waits
     analysed = np.isin(table.step, tables.windows.step)
     position = np.cumsum(analysed) - 1
@@ -145,7 +145,7 @@ def _launch_latency(tables: RankTables) -> int:
 
 
 def _excess(collectives: CollectiveTable, transfer: IntArray) -> IntArray:
-    """Return how much longer each transfer took than the median of its kind; 0 where there is no median."""
+    """Return how much longer each transfer took than the median of its kind; 0 without a median."""
     excess = np.zeros(len(collectives), dtype=np.int64)
     kinds = np.stack([collectives.op.codes, collectives.process_group.codes, collectives.payload_bytes])
     _, kind, count = np.unique(kinds, axis=1, return_inverse=True, return_counts=True)

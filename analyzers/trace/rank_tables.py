@@ -69,10 +69,10 @@ _NAMED = 3
 
 
 def beside_communication(trace: Trace, work: WorkTable, collectives: Collectives) -> list[str]:
-    """Return one line per stream that carries collectives and, besides, only kernels of unknown purpose.
+    """Return one line per stream that carries collectives and otherwise only kernels of unknown purpose.
 
-    A kernel's purpose is known if it is torch's, if an operator or an FSDP label launched it, or if it is a
-    copy. Where a stream has such a kernel, it is taken for one that computes.
+    A kernel's purpose is known if it is torch's, if an operator or an FSDP label launched it, or if it is
+    a copy. A stream with such a kernel counts as a compute stream.
     """
     streams = intervals.distinct(collectives.table.stream)
     lines = []

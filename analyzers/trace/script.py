@@ -32,8 +32,8 @@ _NEAR_NS = 4 * LOOK_NS
 """Time from the nearest look beyond which it says nothing: a busy machine delays looks."""
 _LOOP, _OUTSIDE = 1, 2
 WHY = (None, "loop", "outside", "outside_loop", *KINDS, "fsdp", "untrained", "in_front")
-"""Why work took time: a loop of small operators, work outside of training, what kind of compute it is, FSDP's
-own work on the host, backward of a unit that no optimizer updates, or a copy in front of others."""
+"""Reason of work's time: a loop of small operators, work outside training, a kind of compute, FSDP's own
+work on the host, backward of a unit that no optimizer updates, or a copy before other copies."""
 FIRST_KIND, OF_FSDP, UNTRAINED, IN_FRONT = (
     WHY.index(why) for why in (KINDS[0], "fsdp", "untrained", "in_front")
 )
@@ -197,7 +197,7 @@ class Loops(Table):
     end_ns: IntArray
     operators: IntArray
     site: Strings
-    """Python line of the loop, or of the forward that a backward is of; null where none was seen."""
+    """Python line of the loop, or of the forward that a backward belongs to; null if none was sampled."""
 
 
 def find_loops(tables: RankTables, threads: Sequence[tuple[IntArray, IntArray]] | None = None) -> Loops:

@@ -1,8 +1,8 @@
-"""What one rank ran, in the lanes of a timeline, folded until it is small enough to keep.
+"""One rank's activities, in the lanes of a timeline, folded until it is small enough to keep.
 
-Every activity of the rank's device (host-only: its working operators) and every phase of its host is a span
-of one lane. Spans of one layer and phase with little between them fold into one that knows how many they were
-and how long something ran; collectives stay as they are as long as there is room.
+Every activity of the rank's device (host-only: its working operators) and every phase of its host is a
+span of one lane. Spans of one layer and phase with short gaps fold into one that stores their number and
+total duration; collectives are kept separate as long as there is room.
 """
 
 from __future__ import annotations
@@ -135,8 +135,7 @@ def _coarser(length: int) -> Iterator[tuple[int, bool, bool]]:
 def _folded(spans: SpanTable, gap_ns: int, mixed: bool, all_lanes: bool) -> SpanTable:
     """Fold neighbours of a lane and layer at most ``gap_ns`` apart.
 
-    ``mixed``: those that are shorter than that and begin in the same stretch of time, whatever layers they
-    are of.
+    ``mixed``: those that are shorter than that and begin in the same interval, for any layers.
     """
     lane = spans.lane.codes
     order = np.lexsort((spans.start_ns, lane))

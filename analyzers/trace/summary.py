@@ -1,6 +1,6 @@
-"""What a trace analysis says to people, made of what it measured: means, layers, causes, sentences.
+"""Text of a trace analysis, built from its measurements: means, layers, causes, sentences.
 
-Where each rank's compute stream waits: by layer.
+Waits of each rank's compute stream: by layer.
 
 Latency and rate of each kind of collective, from the sizes that ran.
 

@@ -34,7 +34,7 @@ class WaitTable(Table):
 
 
 def compute_stream(work: WorkTable) -> int:
-    """Return the stream (host-only: thread) that computed longest; -1 when nothing ran.
+    """Return the stream (host-only: thread) that computed longest; -1 if nothing ran.
 
     Without any compute, the one that FSDP's copies kept busy longest.
     """
