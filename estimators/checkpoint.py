@@ -1,4 +1,4 @@
-"""Size of a distributed checkpoint: what each rank writes, and what a full state dict would take."""
+"""Size of a distributed checkpoint: the files that each rank writes, and the size of a full state dict."""
 
 from __future__ import annotations
 

@@ -198,12 +198,12 @@ def _head_apart(
     policy: PolicySpec,
     ledger: Ledger,
 ) -> list[ScheduledGroup]:
-    """Groups where ``loss=chunked-backward`` gathers and reduces the head behind the model's forward.
+    """Groups where ``loss=chunked-backward`` gathers and reduces the head after the model's forward.
 
-    A head that shares a unit, as torchtitan's ``norm+output``, is gathered for the norm, for the pieces, and
-    for the norm's backward; its own gradients are reduced before the others of its unit. Behind the pieces of
-    a head on its own FSDP's end of a backward reshards all that forward had kept, and reduces what earlier
-    micro-batches accumulated.
+    A head that shares a unit, as in torchtitan's ``norm+output``, is gathered for the norm, for the
+    chunks, and for the norm's backward; its own gradients are reduced before the others of its unit. After
+    the chunks of a separate head, FSDP's end of a backward reshards all parameters that forward had kept,
+    and reduces the gradients that earlier micro-batches accumulated.
     """
     name = f"{head_of(built.module)}.weight"
     weight = built.module.get_parameter(name)
@@ -245,7 +245,7 @@ def _one_dtype(dtypes: Iterable[str]) -> str:
 def _add_step_end(
     ledger: Ledger, groups: Sequence[ParameterGroup], mesh: MeshSpec, policy: PolicySpec, *, clips: bool
 ) -> None:
-    """Add what clipping and float8 scales reduce; ``clips=False`` if clipping is counted already."""
+    """Add the reductions of clipping and float8 scales; ``clips=False`` if clipping is counted already."""
     shard = Axis(size=mesh.fsdp_size, mesh_dim=mesh.fsdp_dim)
     parameters = [parameter for group in groups for parameter in group.parameters]
     apart = [p for group in groups if group.is_expert for p in group.parameters if p.requires_grad]

@@ -149,9 +149,9 @@ def _reduce_once(reduced: int, policy: EstimatedPolicy) -> tuple[int, str]:
 
 
 def _keep_gathered(own: Sequence[CommRow]) -> tuple[int, str]:
-    """Return what is saved by gathering a group once per backward, behind which FSDP2 reshards it.
+    """Return the saving of gathering a group once per backward, after which FSDP2 reshards it.
 
-    A root without a backward (a frozen model) is resharded by nothing: its groups stay gathered for good.
+    A root without a backward (a frozen model) is never resharded: its groups stay gathered permanently.
     """
     passes: Counter[object] = Counter()
     for row in own:

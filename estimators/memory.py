@@ -202,9 +202,9 @@ def memory_of_rehearsal(
 ) -> MemoryPrediction:
     """Predict the memory of a rank whose script ran itself on tensors without data.
 
-    Of ``policy`` only torch and the allocator matter: everything else is as the script does it. Where the
-    policy leaves the allocator open, the script's environment decides it, else torch's default. Raises
-    ``ModelError`` for parameters that lie on the host.
+    Only torch and the allocator are taken from ``policy``: everything else is as in the script. If the
+    policy leaves the allocator open, the script's environment decides it, otherwise torch's default.
+    Raises ``ModelError`` for parameters on the host.
     """
     if any(group.offload for group in manifest.param_groups):
         raise ModelError(

@@ -1,8 +1,8 @@
 """Another mesh for a recorded run: the same work on each rank, its collectives over other groups of ranks.
 
-A transfer keeps what the recording says of its links: it is the recorded one times what the model of the
-cluster gives for the new group over what it gives for the old one. What replicas add, an all-reduce of each
-reduced shard, is the model's, corrected by what the recorded reduce-scatter took over its own model.
+A transfer keeps the measured efficiency of its links: its time is the recorded one times the ratio of the
+cluster model's times for the new and the old group. The cost of replicas, an all-reduce of each reduced
+shard, is the model's, corrected by the ratio of the recorded reduce-scatter to its model.
 """
 
 from __future__ import annotations

@@ -96,7 +96,8 @@ def with_fused_blocks(recording: MemoryRecording, blocks: tuple[str, ...]) -> Me
 
 
 def with_least_saved(recording: MemoryRecording, blocks: tuple[str, ...]) -> MemoryRecording:
-    """Return the recording with the least that compiled blocks may save: no pointwise result but the output.
+    """Return the recording with the minimum that compiled blocks may save: no pointwise result except the
+    output.
 
     The partitioner never recomputes matrix products and attention, and may recompute everything else.
     """
@@ -282,12 +283,13 @@ def _of_reduce_scatters(attributed: Attributed) -> tuple[IntArray, IntArray]:
 
 
 def with_recorded_streams(recording: MemoryRecording) -> MemoryRecording:
-    """Return the recording with the tensors of asynchronous collectives held as long as they may be.
+    """Return the recording with the tensors of asynchronous collectives held for the longest possible
+    time.
 
-    A block that ``record_stream`` was called on is free again when the device has passed the collective, not
-    when the host drops it: at most as many launches later as CUDA queues. An allocation stands for a launch,
-    which makes that an upper bound, since many launches allocate nothing. No step begins before the last one
-    has ended.
+    A block that ``record_stream`` was called on is free again when the device has passed the collective,
+    not when the host drops it: at most as many launches later as CUDA queues. An allocation stands for a
+    launch, which makes that an upper bound, since many launches allocate nothing. No step begins before
+    the previous one has ended.
     """
     allocations = recording.allocations
     results = np.flatnonzero(allocations.op.matches(lambda name: name.startswith(_COLLECTIVES)))

@@ -1,7 +1,7 @@
-"""Nodes of a compiled graph by what they cost in memory: views nothing, loops maybe, others their result.
+"""Nodes of a compiled graph by their cost in memory: views none, loops perhaps, others their result.
 
-The kinds are inductor's: a *loop* is a pointwise operator or a reduction, for which it writes a kernel of its
-own; an *extern* operator is called as it is, on real inputs; a *view* is another look at a tensor.
+The kinds are inductor's: a *loop* is a pointwise operator or a reduction, for which it writes its own
+kernel; an *extern* operator is called unchanged, on real inputs; a *view* is a view of a tensor.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from fsdp2prof.estimators.config.option import ByUnit, Counted
 
 ReshardRule = Literal["default", "torchtitan", "always", "never"]
 Reshard = ReshardRule | int
-"""``default``: fully_shard's own (the root keeps its parameters, others reshard). ``torchtitan``: units after
-the last block (``norm+output``) keep them, or the last block where there are none. An integer reshards to
-that many ranks."""
+"""``default``: fully_shard's default (the root keeps its parameters, others reshard). ``torchtitan``:
+units after the last block (``norm+output``) keep them, or the last block if there are none. An integer
+reshards to that many ranks."""
 
 Prefetch = int | tuple[str, ...]
 """A number of blocks, or units by name in order."""

@@ -113,11 +113,11 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @classmethod
     def parse(cls, text: str) -> HardwareSpec:
-        """Look up a name, take a memory size such as ``80GiB`` alone, or read a YAML or JSON file.
+        """Look up a name, accept only a memory size such as ``80GiB``, or read a YAML or JSON file.
 
-        ``a100-80gb@300W`` is a part at another power limit than its data sheet's.
-        Outputs of nccl-tests or rccl-tests, one file or a folder, are the accelerator they ran on, with its
-        collectives as measured. Raises ``ModelError``.
+        ``a100-80gb@300W`` is a part at another power limit than its data sheet's. Outputs of nccl-tests or
+        rccl-tests, one file or a folder, give the accelerator they ran on, with its measured collectives.
+        Raises ``ModelError``.
         """
         if text.lower().endswith((".txt", ".log", ".out")) or (
             text.lower() not in known_hardware() and os.path.isdir(text)  # noqa: PTH112  (False for no name at all)

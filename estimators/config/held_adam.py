@@ -14,9 +14,9 @@ from fsdp2prof.estimators.config.held_states import LowBits, MasterWeights
 
 
 class HeldAdam(Optimizer):
-    """Makes the states in the first step and updates nothing: for tensors without data.
+    """Creates the states in the first step and updates nothing: for tensors without data.
 
-    The update runs as kernels in place and makes nothing else. Source: ``torchao.optim.adam``,
+    The update runs as kernels in place and allocates nothing else. Source: ``torchao.optim.adam``,
     ``subclass_8bit`` and ``subclass_4bit``; ``transformer_engine.pytorch.optimizers.fused_adam``.
     """
 
@@ -26,7 +26,7 @@ class HeldAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Make what is not there yet."""
+        """Create the states that do not exist yet."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and not self.state[parameter]:

@@ -1,4 +1,5 @@
-"""Adam's states in 8 and 4 bits, and beside master weights: what torchao, bitsandbytes and TE keep."""
+"""Adam's states in 8 and 4 bits, and with master weights: the states that torchao, bitsandbytes and TE
+keep."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 Part: TypeAlias = tuple[str, int, str]
 """A state's name, its elements, and their dtype."""
 _LEAST = 4096
-"""Smaller tensors, and those that blocks do not divide, keep states of their own dtype (torchao)."""
+"""Smaller tensors, and tensors that blocks do not divide, have states of their own dtype (torchao)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class LowBits:
 
 @dataclass(frozen=True, slots=True)
 class MasterWeights:
-    """Moments of one dtype beside fp32 weights, or beside what bf16 weights lack of them (TE's FusedAdam)."""
+    """Moments of one dtype with fp32 weights, or with the 16 bits that bf16 weights lack (TE's FusedAdam)."""
 
     moments: str
     master: str

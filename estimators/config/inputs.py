@@ -60,9 +60,9 @@ def make_spec(
 ) -> EstimateSpec:
     """Build and validate an estimate's input from the keys of :func:`load_config`.
 
-    ``mesh`` is text or a table; without it FSDP shards over ``world_size`` ranks, by default one.
-    ``tied`` and ``names`` describe the model, as ``with_stack`` takes them; one with norms of its own
-    (``own_norm``) runs neither a stack's nor its SwiGLU. Raises ``ModelError``.
+    ``mesh`` is text or a table; without it FSDP shards over ``world_size`` ranks, by default one. ``tied``
+    and ``names`` describe the model, as ``with_stack`` takes them; a model with its own norms
+    (``own_norm``) uses neither a stack's norm nor its SwiGLU. Raises ``ModelError``.
     """
     if not values.get("model"):
         raise ModelError("no model: name a built-in, a config.json or package.module:factory with --model")

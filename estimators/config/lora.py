@@ -19,7 +19,7 @@ class Lora(Written):
 
     r: int
     targets: tuple[str, ...]
-    """Names of linear layers, without their path, or ``experts``; a ? follows one that may be missing."""
+    """Names of linear layers, without their path, or ``experts``; a ? follows a name that may be missing."""
     alpha: float
     """Scales the adapters by ``alpha / r``; of no matter to sizes."""
     base: str | None = None
@@ -27,7 +27,7 @@ class Lora(Written):
     all parameters."""
 
     runs: int = 1
-    """Runs that have adapters of their own side by side; the batch is the first one's."""
+    """Runs with separate adapters side by side; the batch is the first one's."""
 
     @property
     def quantized(self) -> str | None:
@@ -72,5 +72,5 @@ class LoraText:
 
 
 def peft_targets(names: Iterable[str]) -> str:
-    """Targets as a trainer takes them that adapts what there is: names without a layer are left out."""
+    """Targets for a trainer that adapts the layers that exist: names without a layer are left out."""
     return "+".join(f"{name}?" for name in names)

@@ -167,5 +167,5 @@ _STATES: Mapping[str, LowBits | MasterWeights] = {
 HELD: Mapping[str, HeldOptimizer] = {
     name: HeldOptimizer(source=name, held=held) for name, held in _STATES.items()
 }
-"""torchao's of few bits (bitsandbytes' of 8), and Transformer Engine's with master weights of its own, or the
-remainders that bf16 weights lack of them, and moments in fp32 or bf16."""
+"""torchao's with few bits (bitsandbytes' with 8), and Transformer Engine's with its own master weights, or
+the remainders that bf16 weights lack, and moments in fp32 or bf16."""

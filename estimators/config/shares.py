@@ -60,8 +60,8 @@ PCIE_ENDS = (0.17, 1.25)
 """Over the estimate's: 3.3 GB/s between two GPUs through the memory of a host of PCIe 3
 (forum.level1techs.com/t/185531), and all of a pinned copy's rate."""
 ATTENTION = 0.44
-"""Flash attention's rate over that of large matrix products, as on the H100 (335 of 766): what keeps a part's
-products below its peak also keeps attention's products below it."""
+"""Flash attention's rate over that of large matrix products, as on the H100 (335 of 766): the limits that
+keep a part's products below its peak also keep attention's products below it."""
 
 ATTENTION_CURVE = ((512, 0.57), (1024, 0.776), (2048, 0.89), (4096, 0.952), (8192, 0.994), (16384, 1.0))
 """Causal flash attention by sequence length, of its plateau: FlashAttention-3 (arXiv 2407.08608), figure 5.
@@ -70,16 +70,16 @@ ATTENTION_DEPTH = {64: 0.876, 128: 1.0, 256: 0.805}
 """The same by head dimension: figure 5, FlashAttention-2's plateaus of 324, 370 and 298."""
 
 CLOCK_EXPONENTS = (1.0, 1 / 2, 1 / 3)
-"""Power of what a limit leaves above idling by which the clock falls: voltage stays at its floor, falls half
-as much as the clock (the estimate), falls with the clock."""
+"""Exponent of the power above idle by which the clock falls under a limit: voltage stays at its minimum,
+falls half as much as the clock (the estimate), falls with the clock."""
 
 IDLE_WATTS = 88.0
 """Power of an idle part, which no clock scales: an A100 (thonking.ai, "Strangely, Matrix Multiplications
 on GPUs Run Faster When Given Predictable Data")."""
 
 HOST_CORE_GB_PER_S = 13.3
-"""What one core reads and writes in an AdamW step on the host: 1.93 s for 536.9 million elements and 12
-passes of 4 bytes over each, one thread of an 8 x H100 node (ISEEKYAN/Megatron-LM#188)."""
+"""Bandwidth of one core in an AdamW step on the host: 1.93 s for 536.9 million elements and 12 passes of 4
+bytes over each, one thread of an 8 x H100 node (ISEEKYAN/Megatron-LM#188)."""
 HOST_STARVED = 0.11
 """Rate of a rank over that where eight ranks share two cores, as a batch system may give a job: 17.2 s in the
 same table."""

@@ -1,6 +1,7 @@
 """Named stacks: training programs at a date, as options of a policy. ``stacks.yaml`` holds them.
 
-A stack is facts with a source each. What a person or a configuration file says besides wins over it.
+A stack is a set of facts with a source each. Values that the user or a configuration file gives override
+it.
 """
 
 from __future__ import annotations

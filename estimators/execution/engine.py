@@ -73,10 +73,10 @@ from fsdp2prof.tables import MemoryRecording
 
 
 def attention_kernel(policy: PolicySpec) -> AbstractContextManager[object]:
-    """Run ``scaled_dot_product_attention`` as separate operators where the policy says math.
+    """Run ``scaled_dot_product_attention`` as separate operators if the policy says math.
 
-    Everything else is executed as the host's flash attention, whose results have the same sizes; packed
-    documents one by one where the kernel keeps them apart.
+    Otherwise it runs as the host's flash attention, whose results have the same sizes; packed documents
+    one by one if the kernel separates them.
     """
     if policy.documents is not None and policy.attention == "math":
         raise ModelError("documents: attention=math computes all pairs: use only one of them")

@@ -100,10 +100,10 @@ def expert_mesh(mesh: MeshSpec) -> DeviceMesh | None:
 
 @contextmanager
 def _events() -> Iterator[None]:
-    """Let the stand-in device's streams give events as a GPU's do, and be what waits for them.
+    """Let the stand-in device's streams create events like a GPU's, and let them be waited for.
 
-    torch 2.7 insists on the event of an all-reduce; an event of an all-gather is waited for on the current
-    stream of whatever accelerator there is.
+    torch 2.7 requires the event of an all-reduce; an event of an all-gather is waited for on the current
+    stream of the accelerator present.
     """
     record_event, current_stream = torch.cpu.Stream.record_event, torch.accelerator.current_stream
     torch.cpu.Stream.record_event = lambda stream: torch.cpu.Event()  # type: ignore[assignment, method-assign]

@@ -35,10 +35,11 @@ class Flow:
 
 
 def flow_of(model: Model, groups: Sequence[str], policy: PolicySpec) -> Flow:
-    """Run a model on fake tensors; backward, too, where its batches bring images.
+    """Run a model on fake tensors; also backward if its batches contain images.
 
-    A group of several modules ends with the last of them. Without images, backward reaches what depends on a
-    trainable parameter. Raises ``ModelError`` for a model without a known batch, or whose step fails.
+    A group of several modules ends with the last of them. Without images, backward reaches the modules
+    that depend on a trainable parameter. Raises ``ModelError`` for a model without a known batch, or whose
+    step fails.
     """
     leads_back: dict[str, bool] = {}
     reached: set[str] = set()

@@ -55,11 +55,9 @@ def shard(
 ) -> FSDPModule:
     """Parallelize, freeze, checkpoint and shard a model on meta, in that order; returns its root.
 
-    With ``graphs`` its blocks run as compiled ones do, which keep theirs there, and are checkpointed as the
-    compiler does it.
-
-    Raises ``ModelError`` for a model without a tensor-parallel plan where one is needed, and for what the
-    installed torch cannot do.
+    With ``graphs`` its blocks run compiled, store their graphs there, and are checkpointed as the compiler
+    does it. Raises ``ModelError`` for a model without a tensor-parallel plan if one is needed, and for
+    features that the installed torch lacks.
     """
     units = wrap_units(model, policy)
     if tensor_parallel is not None:
@@ -325,9 +323,9 @@ def exchange_tokens(
 
 
 def by_mesh(model: Model) -> list[list[nn.Parameter]]:
-    """The parameters by the mesh that they are sharded over; those of experts on a mesh of their own last.
+    """The parameters by the mesh that they are sharded over; those of experts on a separate mesh last.
 
-    Tensor parallelism may leave some parameters whole: these know the mesh of FSDP alone.
+    Tensor parallelism may leave some parameters whole: these have only the mesh of FSDP.
     """
     experts = {
         parameter

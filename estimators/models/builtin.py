@@ -92,10 +92,10 @@ _RANDOM = {
 
 
 class _NoData(TorchFunctionMode):
-    """Leave tensors as they are where they would be filled at random: on meta there is nothing to fill.
+    """Leave tensors unchanged where they would be filled at random: on meta there is nothing to fill.
 
     torch's meta kernels of these are Python and import the compiler, which takes seconds. ``torch.tensor``
-    gives an empty one of its shape, since fake tensors do not know one that it makes on meta.
+    gives an empty tensor of its shape, since fake tensors do not know one that it makes on meta.
     """
 
     def __torch_function__(

@@ -1,7 +1,7 @@
 """A Hugging Face decoder as a pipeline cuts it: embedding, blocks, a last norm, a head.
 
-Stages are cut as scripts on ``torch.distributed.pipelining`` cut them: what a stage does not hold gives back
-what it is given, and hidden states come in as ``inputs_embeds``.
+Stages are cut as in scripts on ``torch.distributed.pipelining``: modules that a stage does not hold return
+their input, and hidden states enter as ``inputs_embeds``.
 """
 
 from __future__ import annotations

@@ -123,7 +123,8 @@ def _packed(
 
 
 def _block_mask(batch_size: int, seq_len: int, device: torch.device) -> tuple[Tensor, ...]:
-    """What a ``BlockMask`` holds: of rows and of columns, partial and full blocks, each counted and listed.
+    """The tensors of a ``BlockMask``: for rows and for columns, partial and full blocks, each counted and
+    listed.
 
     Source: ``torch.nn.attention.flex_attention.BlockMask``.
     """

@@ -1,7 +1,7 @@
-"""Images in the batches of a Hugging Face model: what its processor would make of them.
+"""Images in the batches of a Hugging Face model, as its processor would produce them.
 
 The arguments follow from the class's forward and the vision configuration: patches of a grid, whole images
-of any size, or tiles of the one size that the tower takes. How many tokens an image becomes is asked of the
+of any size, or tiles of the one size that the tower takes. The number of tokens per image comes from the
 tower itself, which is run once on fake tensors.
 """
 
@@ -27,7 +27,7 @@ from fsdp2prof.estimators.models.model import Batch, LayerPattern, Model
 from fsdp2prof.fake_tensors import copy_without, fake_tensors, materialize_fake
 
 _KINDS = ("token_type_ids", "mm_token_type_ids")
-"""Arguments that tell image tokens (1) from text (0)."""
+"""Arguments that mark image tokens (1) and text tokens (0)."""
 _HARMLESS = frozenset(
     {
         "pixel_values",

@@ -1,8 +1,8 @@
 """Modules that a tensor-parallel rank runs on its own tensors, without a collective around them.
 
-A parameter of theirs is a DTensor still, for FSDP, clipping and the optimizer. Of one that every rank holds
-whole each rank computes the gradient of its own part of what follows: ``Partial``, which FSDP sums over the
-ranks when it reduces.
+Their parameters are still DTensors, for FSDP, clipping and the optimizer. For a parameter that every rank
+has whole, each rank computes the gradient of its own part of the following work: ``Partial``, which FSDP
+sums over the ranks when it reduces.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""What is computed over the logits: every loss of a policy, for every source of models.
+"""The computation on the logits: every loss of a policy, for every source of models.
 
 ``full`` keeps the logits in fp32 for backward, as the eager cross-entropy does, ``native`` in their own
-dtype. ``compiled`` and ``fused`` stand for kernels on tensors without data, and hold what these hold; on real
-tensors they compute the same by separate operators. Shapes: N tokens, D model dim, V vocabulary.
+dtype. ``compiled`` and ``fused`` stand for kernels on tensors without data, and hold the same memory; on
+real tensors they compute the same result by separate operators.
+
+Shapes: N tokens, D model dim, V vocabulary.
 """
 
 from __future__ import annotations

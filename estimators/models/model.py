@@ -1,4 +1,4 @@
-"""A model ready to be sharded: a module on the meta device and what training it needs."""
+"""A model ready to be sharded: a module on the meta device and the inputs for training it."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A plan names modules and parameters, a ``*`` for the layer's number, and a style for each: by columns, by
 rows, by vocabulary, and so on. transformers turns the parameters into DTensors and puts the collectives
-around the modules' forwards; what they cost is counted by executing a step.
+around the modules' forwards; their cost is found by executing a step.
 """
 
 from __future__ import annotations

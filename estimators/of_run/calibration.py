@@ -1,7 +1,7 @@
 """``estimate step --calibrate``: measured costs of a recorded run, for runs of the same model.
 
-The recorded configuration is captured like any other; what its commands took by the recording, over what
-they take by the models, carries over to the commands of other batches, layers, meshes and policies.
+The recorded configuration is captured like any other. The ratio of the recorded times of its commands to
+their modelled times is applied to the commands of other batches, layers, meshes and policies.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Communication of a recorded run's step, predicted from its manifest alone.
 
-What the root modules of a recorded run do in a step, as a prediction needs it.
+The work of a recorded run's root modules in a step, as a prediction needs it.
 """
 
 from __future__ import annotations

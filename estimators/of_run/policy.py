@@ -1,6 +1,6 @@
-"""A recorded run's mesh, policy and software, as the values that estimates are made from.
+"""A recorded run's mesh, policy and software, as the input of estimates.
 
-The way there loses nothing: what a policy cannot say is refused by its name.
+No setting is lost: a setting that a policy cannot express is refused by its name.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Options that the search does not score, tried on the best configuration by the engine.
 
-Explicit prefetching changes when things happen and nothing else: it is tried where it can matter, and the
-best of it wins. A compiler changes a training's code, float8 its numbers: what they would gain is shown, and
-they win only where they are fixed.
+Explicit prefetching changes only the order of work: it is tried where it can matter, and the best result
+wins. A compiler changes a training's code, float8 its numerics: their gains are shown, and they win only
+if they are fixed.
 """
 
 from __future__ import annotations

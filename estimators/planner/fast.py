@@ -1,8 +1,10 @@
 """Memory and step time of one configuration in microseconds, from the profiles of shallow runs.
 
-Kernels, collectives and FSDP's bytes are costed as the engine costs them; what FSDP2 overlaps is written as
-one line a block instead of being simulated, which is where the two differ. Symbols: P elements of a group,
-S = P / shards, T tokens of a micro-batch on a rank, L blocks, A micro-batches.
+Kernels, collectives and FSDP's bytes are costed as in the engine; FSDP2's overlap is one formula per block
+instead of a simulation, which is where the two differ.
+
+Symbols: P elements of a group, S = P / shards, T tokens of a micro-batch on a rank, L blocks, A
+micro-batches.
 """
 
 from __future__ import annotations

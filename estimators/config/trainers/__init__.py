@@ -1,7 +1,7 @@
-"""A run as the trainer's own configuration files describe it: ``--from-config``.
+"""A run as described by the trainer's own configuration files: ``--from-config``.
 
-One reader a format turns keys into options (:mod:`.reading`); ``defaults.yaml`` holds what the trainers' code
-decides where a file says nothing. A format is recognized by its keys, not by the name of a file.
+One reader per format turns keys into options (:mod:`.reading`); ``defaults.yaml`` holds the trainers'
+defaults for keys that a file does not give. A format is recognized by its keys, not by the name of a file.
 """
 
 from __future__ import annotations

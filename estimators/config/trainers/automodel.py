@@ -244,7 +244,7 @@ def _batch(run: Reading) -> None:
 
 
 def _fused_adam(run: Reading) -> str | None:
-    """Transformer Engine's by the states it keeps of its own, None for those of torch's."""
+    """Transformer Engine's, by the states it keeps itself; None for torch's."""
     masters, remainders = run.get("optimizer.master_weights"), run.get("optimizer.store_param_remainders")
     moments = run.get("optimizer.exp_avg_dtype"), run.get("optimizer.exp_avg_sq_dtype")
     run.get("optimizer.master_weight_dtype")

@@ -1,7 +1,8 @@
-"""What a trainer's configuration says of a run, as rows: the key, its value, the option that it became.
+"""The contents of a trainer's configuration, as rows: the key, its value, the option that it became.
 
-A reader of a format asks a :class:`Reading` for keys and sets options from them. Where a file does not give a
-key, the trainer's own default applies, with the line of the trainer's code that holds it (``defaults.yaml``).
+A reader of a format asks a :class:`Reading` for keys and sets options from them. If a file does not give a
+key, the trainer's own default applies, with the line of the trainer's code that contains it
+(``defaults.yaml``).
 """
 
 from __future__ import annotations
