@@ -270,5 +270,5 @@ def test_a_ring_takes_plain_attention_alone(tmp_path):
         found = summed_rows(estimate_comm(config_of(tmp_path, family), mesh, policy))
         assert found["backward", "all_to_all", "float32"] == (6, 3 * 32 * 2 * 2 * 16 * 4)
     windows = {"model_type": "mistral", "sliding_window": 8}
-    with pytest.raises(ModelError, match="cp=2: mistral has a its own mask"):
+    with pytest.raises(ModelError, match="cp=2: mistral has its own mask"):
         estimate_comm(config_of(tmp_path, "llama", **windows), mesh, policy)
