@@ -880,7 +880,7 @@ batch_size = 512
     run = read(tmp_path, ("rl.toml", older + "[trainer.model.ac]\nfreq = 2\n"))
     assert run.values["policy"]["ac"] == "every:2"
     assert any("before has them off" in one for one in read(tmp_path, ("prime.toml", PRIME)).read.open)
-    with pytest.raises(ModelError, match="rollouts_per_example = 8: this file is the orchestrator's"):
+    with pytest.raises(ModelError, match="rollouts_per_example = 8: this is the orchestrator's file"):
         read(
             tmp_path,
             (
