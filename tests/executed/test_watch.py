@@ -36,7 +36,7 @@ def test_the_slow_rank_is_the_one_that_waits_least():
 
 def test_ranks_that_are_alike_are_not_blamed_and_what_is_unknown_stays_so():
     alike = watch_steps({0: watched_steps(0), 1: watched_steps(1)}, path="x", state="running", window=5)
-    assert all("waits for it" not in line for line in alike.verdict)
+    assert all("wait for it" not in line for line in alike.verdict)
     bare = [WatchedStep(step=step, duration_ns=MS) for step in range(3)]
     run = watch_steps({0: bare}, path="x", state="running", window=5)
     rank = run.ranks[0]
@@ -69,7 +69,7 @@ def test_memory_that_a_recording_took_has_not_grown():
     lines[-1].reserved_peak_bytes = 7 * 10**6
     run = watch_steps({0: lines}, path="x", state="running", window=12)
     assert run.ranks[0].growth_bytes == 10**6
-    assert "reserved memory of rank 0 grew over these steps, by 976.6 KiB" in run.verdict[1]
+    assert "reserved memory of rank 0 grew over these steps by 976.6 KiB" in run.verdict[1]
 
 
 def test_all_ranks_that_grew_are_named():
