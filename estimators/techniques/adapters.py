@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +63,10 @@ COMMON_NAMES = {
 }
 """Names of linear layers in Hugging Face's Llama, and theirs in the built-in models, which are Meta's."""
 _OF_EXPERTS = {"w1", "w2", "w3"}
+_NO_ADAPTERS = (
+    "adapters of stacked experts are modelled in built-in models only; without them the estimate is a lower "
+    "bound"
+)
 
 
 def with_adapters(model: Model, lora: Lora | None, orig_dtype: str, compute_dtype: str) -> Model:
@@ -84,7 +89,11 @@ def with_adapters(model: Model, lora: Lora | None, orig_dtype: str, compute_dtyp
             if fqn.rpartition(".")[2] in names and isinstance(part, nn.Linear) and not _is_idle(fqn, model)
         ]
         if target == "experts" and model.experts:
-            _adapt_experts(model, lora, orig_dtype)
+            parts = [modules[fqn] for fqn in model.experts]
+            if text.endswith("?") and not all(isinstance(part, GroupedExperts) for part in parts):
+                model = replace(model, notes=(*model.notes, _NO_ADAPTERS))
+            else:
+                _adapt_experts(model, lora, orig_dtype)
         elif not found and not (text.endswith("?") or (model.experts and names & _OF_EXPERTS)):
             there = {fqn.rpartition(".")[2] for fqn, part in modules.items() if isinstance(part, nn.Linear)}
             raise ModelError(
@@ -114,10 +123,7 @@ def _adapt_experts(model: Model, lora: Lora, orig_dtype: str) -> None:
         raise ModelError(f"lora: r={lora.r}: grouped products of experts need a multiple of {ALIGNMENT}")
     for part in (model.module.get_submodule(fqn) for fqn in model.experts):
         if not isinstance(part, GroupedExperts):
-            raise ModelError(
-                "lora: adapters of stacked experts are modelled in built-in models only: without the target "
-                "experts the estimate is a lower bound"
-            )
+            raise ModelError(f"lora: {_NO_ADAPTERS}")
         with meta_construction(orig_dtype):
             part.add_adapters(lora.r, lora.runs, lora.alpha / lora.r)
 

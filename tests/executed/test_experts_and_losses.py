@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -410,6 +412,23 @@ def test_adapters_of_experts_are_dealt_out_with_them() -> None:
     assert trained["layers.1.feed_forward.experts.w2_lora_b"] == (2, 32, 8)
     of_experts = [group for group in parameter_groups(model, mesh, policy) if group.is_expert]
     assert [(len(group.parameters), group.shards) for group in of_experts] == [(9, 2)] * 2
+
+
+def test_adapters_of_another_models_experts_are_refused_or_said_to_be_missing(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"num_experts": 4, "moe_intermediate_size": 32, "vocab_size": 96, "head_dim": 16}
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **shape, **more})
+    )
+    for text, said in (("experts?+q_proj", True), ("q_proj", False)):
+        model = build_model(ModelSpec(source=str(path)), seq_len=16)
+        adapted = with_adapters(model, adapters(f"r=8,targets={text}"), "float32", "bfloat16")
+        assert any("adapters of stacked experts" in note for note in adapted.notes) is said
+    model = build_model(ModelSpec(source=str(path)), seq_len=16)
+    with pytest.raises(ModelError, match="modelled in built-in models only"):
+        with_adapters(model, adapters("r=8,targets=experts"), "float32", "bfloat16")
 
 
 def test_built_in_models_know_the_names_of_hugging_face() -> None:
