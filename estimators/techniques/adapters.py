@@ -60,8 +60,11 @@ COMMON_NAMES = {
     "down_proj": "w2",
     "up_proj": "w3",
     "lm_head": "output",
+    "self_attn": "attention",
+    "mlp": "feed_forward",
+    "shared_expert": "shared_experts",
 }
-"""Names of linear layers in Hugging Face's Llama, and theirs in the built-in models, which are Meta's."""
+"""Names of layers in Hugging Face's Llama, and theirs in the built-in models, which are Meta's."""
 _OF_EXPERTS = {"w1", "w2", "w3"}
 _NO_ADAPTERS = (
     "adapters of stacked experts are modelled in built-in models only; without them the estimate is a lower "
@@ -82,11 +85,12 @@ def with_adapters(model: Model, lora: Lora | None, orig_dtype: str, compute_dtyp
     modules = dict(model.module.named_modules())
     for text in lora.targets:
         target = text.removesuffix("?")
-        names = {target, COMMON_NAMES.get(target)}
+        names = {target, ".".join(COMMON_NAMES.get(part, part) for part in target.split("."))}
+        ends = tuple(f".{name}" for name in names)
         found = [
             fqn
             for fqn, part in modules.items()
-            if fqn.rpartition(".")[2] in names and isinstance(part, nn.Linear) and not _is_idle(fqn, model)
+            if f".{fqn}".endswith(ends) and isinstance(part, nn.Linear) and not _is_idle(fqn, model)
         ]
         if target == "experts" and model.experts:
             parts = [modules[fqn] for fqn in model.experts]

@@ -22,7 +22,8 @@ class LowRankAdapters(Technique):
                 "lora: adapters under tensor parallelism are not modelled, since trainers divide them in "
                 "different ways: use dp_shard for these ranks"
             )
-        trained = set() if policy.lora is None else {*policy.lora.targets}
+        targets = () if policy.lora is None else policy.lora.targets
+        trained = {target.removesuffix("?").rpartition(".")[2] for target in targets}
         if policy.freezes and mesh.cp > 1 and not _BEFORE_ATTENTION & trained:
             raise ModelError(
                 f"{'trainable' if policy.lora is None else 'lora'}: with cp modelled for adapters at "

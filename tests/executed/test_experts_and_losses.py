@@ -433,11 +433,21 @@ def test_adapters_of_another_models_experts_are_refused_or_said_to_be_missing(tm
 
 def test_built_in_models_know_the_names_of_hugging_face() -> None:
     adapted = []
-    for targets in ("wq+wo", "q_proj+o_proj"):
+    for targets in ("wq+wo", "q_proj+o_proj", "self_attn.q_proj+attention.wo"):
         lora = present(adapters(f"r=4,targets={targets}"))
         model = with_adapters(build_builtin(CONFIG, 16, "float32"), lora, "float32", "bfloat16")
         adapted.append({fqn for fqn, _ in model.module.named_parameters() if "lora_a" in fqn})
-    assert adapted[0] == adapted[1] != set()
+    assert adapted[0] == adapted[1] == adapted[2] != set()
+    shared = with_adapters(
+        build_builtin(CONFIG, 16, "float32"),
+        adapters("r=4,targets=shared_expert.up_proj"),
+        "float32",
+        "bfloat16",
+    )
+    policy = PolicySpec.from_mapping({"seq_len": 16, "lora": "r=4,targets=self_attn.q_proj?"})
+    check_parallelism(build_builtin(CONFIG, 16, "float32"), MeshSpec(dp_shard=2, cp=2), policy)
+    names = {fqn for fqn, _ in shared.module.named_parameters() if "lora_a" in fqn}
+    assert names == {f"layers.{layer}.feed_forward.shared_experts.w3.lora_a.weight" for layer in range(2)}
 
 
 def test_preferences_by_hand() -> None:
