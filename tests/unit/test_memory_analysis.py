@@ -779,7 +779,7 @@ def test_every_real_snapshot_is_analysed_and_sums_up(real_data: Path):
         analysis = analyze_memory([(0, recording, None) for recording in read_memory(path)])
         # the generated file's segments are smaller than what it says is allocated in them
         contradicts = path.name == "generated_by_mosaic.pickle"
-        assert ["do not belong together" in text for text in analysis.warnings] == [True] * contradicts
+        assert ["history do not match" in text for text in analysis.warnings] == [True] * contradicts
         for rank in analysis.ranks:
             peak = rank.peak
             assert (
