@@ -17,6 +17,8 @@ _FEW_PARAMETERS = 4
 """A model of fewer has nothing to wrap one by one."""
 _TINY_BYTES, _MANY_UNITS = 1 << 20, 16
 """A unit that gathers less is tiny; so many of them are too many."""
+_SMALL_BYTES = 8 << 20
+"""Below it latency, not bandwidth, sets the time of an all-gather: two of half the size take longer."""
 _LARGE_BYTES = 256 << 20
 """From here on memory that a mistake costs is worth failing a job in CI."""
 _FROZEN_FRAC = 0.5
@@ -53,7 +55,7 @@ def _root_only(evidence: RunEvidence) -> Iterator[Finding]:
         ):
             continue
         whole = _gathered_bytes(only)
-        severity: Severity = "high" if whole >= _LARGE_BYTES else "medium" if whole >= _TINY_BYTES else "low"
+        severity: Severity = "high" if whole >= _LARGE_BYTES else "medium" if whole >= _SMALL_BYTES else "low"
         amounts = {"gathered_bytes": whole}
         yield finding("root_only", amounts, severity=severity, fqn="", parameters=len(only.parameters))
 
@@ -217,7 +219,7 @@ def _optimizer(evidence: RunEvidence) -> Iterator[Finding]:
     left_out = [one for one in trained if one.optimized is False]
     dead = [one for one in stray if not one.has_gradient]
     if dead and left_out:
-        names = [one.fqn for one in dead]
+        names = [one.fqn for one in left_out]
         count = {"parameters": len(left_out)}
         yield finding("optimizer_before_fully_shard", count, dead=len(dead), names=names)
     elif left_out:

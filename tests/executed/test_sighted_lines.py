@@ -80,3 +80,16 @@ def line_seen(*, hook: bool) -> str:
 def test_a_hook_is_told_from_a_forward() -> None:
     assert line_seen(hook=True).endswith("(look, a hook)")
     assert line_seen(hook=False).endswith("(look)")
+
+
+def test_a_line_names_the_function_that_it_calls_through_a_wrapper() -> None:
+    """torch wraps ``clip_grad_norm_`` in ``torch.no_grad``."""
+    seen: list[str] = []
+
+    def parameters() -> Iterator[torch.Tensor]:
+        seen.append(host._line(sys._getframe(1)))
+        yield torch.nn.Parameter(torch.ones(2))
+
+    nn.utils.clip_grad_norm_(parameters(), 1.0)
+    (line,) = seen
+    assert line.startswith("clip_grad_norm_() in ")

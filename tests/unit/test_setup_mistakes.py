@@ -280,3 +280,12 @@ def test_all_reduces_of_the_script_are_counted_by_step() -> None:
 )
 def test_debugging_of_collectives_is_named_on_a_cpu_too(variable: dict[str, str], named: bool) -> None:
     assert ("debugging_variables" in found([alone(0)], environment=variable)) is named
+
+
+def test_parameters_that_an_optimizer_lost_to_fully_shard_are_named_as_they_are_now() -> None:
+    """Its groups were made before fully_shard: it holds one that no module has, and lacks the one in its place."""
+    group = alone(0)
+    group.parameters[0] = msgspec.structs.replace(group.parameters[0], optimized=False)
+    dead = msgspec.structs.replace(stray(), has_gradient=False)
+    (one,) = found([group], unsharded=[dead])["optimizer_before_fully_shard"]
+    assert "are in no optimizer and never change (0.weight)" in one.message

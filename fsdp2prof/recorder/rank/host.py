@@ -39,7 +39,9 @@ _SHORT_NS = 100_000
 _LIBRARIES = tuple(f"{Path(str(one.__file__)).parent}{os.sep}" for one in (torch, fsdp2prof))
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _CALL = torch.nn.Module._wrapped_call_impl.__code__
-_WRAPPERS = frozenset({"wrapper", "decorate_context", "inner", "inner_func", "guarded", "fn", "_fn"})
+_WRAPPERS = frozenset(
+    {"wrapper", "decorate_context", "inner", "inner_func", "guarded", "fn", "_fn", "_no_grad_wrapper"}
+)
 """Names of functions that only call another."""
 
 
