@@ -15,12 +15,14 @@ KINDS = (
     "memory",
     "sliced",
     "update",
+    "one_hot",
 )
-"""Matrix products in double precision; in single precision without tensor cores; fused attention in single
-precision; conversions between channels first and last; half-precision matrix products whose rows are not
-aligned to 16 bytes; gradients of a tensor that is indexed by a tensor; attention with its scores in memory;
-torch's own kernels that read and write whole tensors and compute almost nothing; gradients of parts of one
-tensor, each added as a whole one; matrix products of the optimizer."""
+"""Operators in double precision; matrix products in single precision without tensor cores; fused attention
+in single precision; conversions between channels first and last; half-precision matrix products whose rows
+are not aligned to 16 bytes; gradients of a tensor that is indexed by a tensor; attention with its scores in
+memory; torch's own kernels that read and write whole tensors and compute almost nothing; gradients of parts
+of one tensor, each added as a whole one; matrix products of the optimizer; products with a matrix that
+one_hot made, with the making."""
 
 SINGLE = re.compile(r"sgemm|simt_\w*gemm|gemm_f32f32_f32f32_f32")
 """Names of matrix products in float32 that run beside the tensor cores (cuBLAS, CUTLASS)."""

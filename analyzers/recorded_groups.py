@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
 
-from fsdp2prof.labels import qualified_fqn
+from fsdp2prof.labels import is_root, qualified_fqn
 from fsdp2prof.manifest import ParamGroupInfo, ProcessGroupInfo, RankManifest
 from fsdp2prof.schedule import Axis, ScheduledGroup, steady_step
 from fsdp2prof.units import dtype_bytes
@@ -66,6 +66,19 @@ def untrained_units(manifest: RankManifest) -> dict[str, list[str]]:
         for group, parameters in trained
         if parameters and all(one.optimized is False for one in parameters)
     }
+
+
+def forwards_of_a_backward(manifest: RankManifest) -> int:
+    """Return the forwards that a root runs before each of its backwards, the most of any; 1 if unknown."""
+    backwards = {one.root: one.micro_batches for one in manifest.roots}
+    return max(
+        (
+            one.forwards // (backwards.get(one.root) or one.forwards)
+            for one in manifest.param_groups
+            if one.forwards and is_root(one.fqn) and one.requires_grad
+        ),
+        default=1,
+    )
 
 
 def has_several_roots(manifest: RankManifest) -> bool:

@@ -135,6 +135,7 @@ FITS = {
 
 REMEDIES = {
     "activation_checkpointing": Word("activation checkpointing"),
+    "backward_after_each_forward": Word("backward after each forward"),
     "smaller_batch": Word("smaller batch"),
     "chunked_loss": Word("chunked loss"),
     "low_precision_logits": Word("low-precision logits"),

@@ -33,9 +33,11 @@ LINE = re.compile(r"\(\d+\): |:\d+ \(")
 _OF_FUNCTION = re.compile(r"(?:\S+\(\) in )?([^()]+):\d+ \((?!<module>)(.+)\)")
 """A line that the recorder saw in a function: the file, and the function; a script's outermost lines are one
 each."""
+LOADING = "loading"
+"""Why the training's own process works for a batch."""
 _OBJECTS = re.compile(r"(?:all_gather|gather|broadcast|scatter)_object(?:_list)?\(\) in ")
 """Lines that exchange Python objects."""
-_RUNS_AUTOGRAD = re.compile(r"Backward\d*$|^backward\(\) in ")
+RUNS_AUTOGRAD = re.compile(r"Backward\d*$|^backward\(\) in ")
 """Names of autograd's nodes (``MmBackward0``, FSDP2's ``RegisterPostBackwardFunctionBackward``), and a line
 of the script that starts it."""
 
@@ -129,6 +131,8 @@ def enter_host(book: Book) -> None:
 def _data_loader(book: Book) -> None:
     """Enter the waiting for batches: each rank's own, and that of the others for it."""
     mine = book.take("data_loader")
+    for cause in ("compute", "host", "host_pause"):
+        mine += book.take(cause, lambda one: one.why == LOADING)
     if not mine:
         return
     own: Counter[int] = Counter({rank.rank: 0 for rank in book.analysis.ranks})
@@ -141,12 +145,14 @@ def _data_loader(book: Book) -> None:
     others = [mean for rank, mean in means.items() if rank != slowest]
     times_others = _UNEVEN if book.on_device else _UNEVEN_ON_CPU
     uneven = bool(others) and means[slowest] > times_others * max(others)
+    made = [one for one in mine if one.why == LOADING]
     key = "data_loader/workers" if any(one.why == "workers" for one in mine) else "data_loader"
+    key = "data_loader/made" if made and key == "data_loader" else key
     named = slowest if uneven else None
     book.enter(
         mine,
         "data_loader/one_rank" if uneven else key,
-        {"rank": named, "longest_ns_per_step": int(means[slowest])},
+        {"rank": named, "longest_ns_per_step": int(means[slowest]), "site": book.main_site(made)},
         rank=named,
         longest=means[slowest],
         others="the other" if len(others) == 1 else "the others",
@@ -284,7 +290,7 @@ def steady_pauses(book: Book) -> set[tuple[str | None, str | None, str]]:
         large = book.thresholds.medium_cost_frac * mean_step
         ranks: Counter[int] = Counter(rank for (rank, _), ns in spent.items() if ns >= large)
         often = any(count >= _OFTEN * steps[rank] and count > 1 for rank, count in ranks.items())
-        autograd = place[0] is None or _RUNS_AUTOGRAD.search(place[0]) is not None
+        autograd = place[0] is None or RUNS_AUTOGRAD.search(place[0]) is not None
         if not book.on_device and autograd and place[2] == "backward":
             continue  # autograd runs there, not the script
         longest = max(ns - waited.get(where, 0) for where, ns in spent.items())

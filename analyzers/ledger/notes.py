@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import partial
 
 from fsdp2prof.analyzers import findings
@@ -26,7 +27,8 @@ finding = partial(findings.finding, "ledger")
 
 def notes(book: Book) -> list[Finding]:
     """Return the observations without a cost."""
-    return [*_anomaly(book), *_hooks(book), *_padding(book), *_root_kept(book), *_unlike_steps(book)]
+    rules = (_anomaly, _hooks, _graphs, _padding, _root_kept, _unlike_steps)
+    return [found for rule in rules for found in rule(book)]
 
 
 def _anomaly(book: Book) -> list[Finding]:
@@ -38,6 +40,20 @@ def _hooks(book: Book) -> list[Finding]:
     """Find profilers and debuggers of Python, which slow every call of the script."""
     tools = sorted({tool for one in book.manifests if one.machine for tool in one.machine.python_hooks})
     return [finding("python_hooks", {"tools": tools})] if tools else []
+
+
+def _graphs(book: Book) -> list[Finding]:
+    """Find forwards that keep a graph for a backward which never comes."""
+    kept = [one for _, one in book.booked if one.why == "graph"]
+    ranks = Counter[int]()
+    for one in kept:
+        ranks[one.rank] += one.count
+    count = max(ranks.values(), default=0)
+    if not count:
+        return []
+    lines = Counter(one.site for one in kept if one.site)
+    site = lines.most_common(1)[0][0] if lines else None
+    return [finding("graph_without_backward", {"site": site}, forwards=count)]
 
 
 def _padding(book: Book) -> list[Finding]:

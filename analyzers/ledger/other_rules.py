@@ -9,7 +9,7 @@ from math import prod
 
 from fsdp2prof.analyzers.findings import fill, wordings
 from fsdp2prof.analyzers.layers import in_phase
-from fsdp2prof.analyzers.ledger.book import Book
+from fsdp2prof.analyzers.ledger.book import ALL, Book
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.manifest import ProcessGroupInfo
 from fsdp2prof.units import dtype_bytes, plural
@@ -238,6 +238,8 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     size = sum(one.bytes for one in mine) / max(1, sum(one.count for one in mine))
     change = _change(kind, site)
     again = kind == "all_reduce" and _of_gradients(book, mine)
+    by_optimizer = order[0] == "optimizer"
+    numbers = kind == "all_reduce" and size <= _A_NUMBER and count >= _MANY
     if again:
         more += " Their sizes are those of the gradients' shards, which FSDP has already reduced."
         change = f"Delete {site or 'these all-reduces'}: FSDP reduces gradients in backward."
@@ -249,10 +251,14 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     elif kind == "all_reduce" and all(phases[phase] >= _PART_OF_MODEL * cost for phase in _MODELS):
         more += " The model's forward and backward issue them, as synchronized batch statistics do."
         change = fill(wordings("ledger")["outside_fsdp/in_model"]["change"], {"site": site})
-    elif kind == "all_reduce" and size <= _A_NUMBER and count >= _MANY:
+    elif numbers and by_optimizer:
+        more += " The optimizer issues them, one number at a time, as for norms of its parameters."
+        change = fill(wordings("ledger")["outside_fsdp/norms"]["change"], {"site": site})
+    elif kind == "broadcast" and count >= _MANY and size <= _USUAL_BYTES:
+        change = fill(wordings("ledger")["outside_fsdp/broadcasts"]["change"], {"site": site})
+    elif numbers:
         change += " " + wordings("ledger")["outside_fsdp/numbers"]["change"]
-    by_optimizer = max(phases, key=lambda phase: phases[phase]) == "optimizer"
-    if by_optimizer:
+    elif by_optimizer:
         more += " The optimizer issues them, because it needs more than its shard of each parameter."
     few = not book.on_device and kind != "barrier" and count < _own_count(book)
     usual = (few or count <= _USUAL_COUNT) and size <= _USUAL_BYTES
@@ -260,7 +266,8 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
         mine,
         "outside_fsdp",
         {"per_step": count, "phases": where, "site": site},
-        remedy=not by_optimizer and not usual,
+        gain_ns=cost * (count - 1) / count if numbers and by_optimizer else ALL,
+        remedy=(numbers or not by_optimizer) and not usual,
         calm=book.is_seen_once(mine),
         known=site,
         kind=kind,

@@ -11,6 +11,7 @@ from statistics import median
 from fsdp2prof.analyzers.layers import block_of, named_layer
 from fsdp2prof.analyzers.ledger.book import Book, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
+from fsdp2prof.analyzers.recorded_groups import forwards_of_a_backward
 from fsdp2prof.labels import is_root, qualified_fqn
 from fsdp2prof.manifest import ParamGroupInfo
 from fsdp2prof.results.communication import GroupRow
@@ -143,15 +144,18 @@ def _gathered_repeatedly(book: Book) -> None:
         return
     gathers, needed, passes, fqn = max(found)
     units = named_layer(fqn) if len(found) == 1 else plural(len(found), "unit")
-    names = f"{units[0].upper()}{units[1:]} {'is' if len(found) == 1 else 'are'}"
+    forwards = forwards_of_a_backward(manifest)
+    are = "is" if len(found) == 1 else "are"
     book.enter(
         mine,
-        "gathered_repeatedly",
+        "gathered_repeatedly" if forwards < 2 else "gathered_repeatedly/forwards",
         {"gathers": gathers, "micro_batches": passes, "units": len(found)},
         fqn=fqn,
         name=units,
-        Name=names,
+        are=are,
+        Name=f"{units[0].upper()}{units[1:]} {are}",
         needed=needed,
+        forwards=forwards,
         names=", ".join(named_layer(one) for *_, one in found[:4]),
     )
 

@@ -11,8 +11,9 @@ from math import prod
 from fsdp2prof.analyzers.findings import listed
 from fsdp2prof.analyzers.kernel_names import SINGLE, moves_memory
 from fsdp2prof.analyzers.layers import named_layer
-from fsdp2prof.analyzers.ledger.book import Book, by_layer, main_layer, worst_layer
+from fsdp2prof.analyzers.ledger.book import ALL, Book, by_layer, main_layer, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
+from fsdp2prof.analyzers.ledger.host_rules import RUNS_AUTOGRAD
 from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
 from fsdp2prof.analyzers.recorded_groups import untrained_units
 from fsdp2prof.units import dtype_bytes, format_bytes, plural
@@ -20,6 +21,8 @@ from fsdp2prof.units import dtype_bytes, format_bytes, plural
 _GIGA = 1e9
 _GENERATES = re.compile(r"generat|rollout|sampl|decod", re.IGNORECASE)
 """In the line or the function that runs forwards which a training needs."""
+_SERIES = 4
+"""Forwards without a backward in a step from which on they may be the training's own, as rollouts are."""
 _ONCE = 1.1
 """Times the bytes of all trained parameters, up to which they are gathered once."""
 _NESTED = 1.25
@@ -101,16 +104,22 @@ def _evaluation(book: Book) -> None:
     generating = site is not None and _GENERATES.search(site) is not None
     gathers = sum(one.count for one in mine if one.op == "all_gather")
     gathered = gathers >= _HALF * forwards * max(1, len(book.groups))
+    rows, again = (sum(one.count for one in mine if one.why == why) for why in ("rows", "again"))
+    gain = sum(one.ns for one in mine) * again / max(1, rows)
+    prefix = again >= _HALF * rows > 0 and _is_worth_it(book, gain)
     key = "forward_without_backward/generating" if generating else "forward_without_backward"
     book.enter(
         mine,
-        key if gathered or generating else f"{key}/gathered",
+        "forward_without_backward/prefix" if prefix else key if gathered or generating else f"{key}/gathered",
         {"forwards_per_step": each, "steps": len(steps), "site": site},
-        calm=(generating and not gathered) or (bool(steps) and steps <= _without_some_model(book)),
+        gain_ns=gain if prefix else ALL,
+        calm=((generating or each >= _SERIES) and not gathered and not prefix)
+        or (bool(steps) and steps <= _without_some_model(book)),
         run="forward runs" if one_alone else "forwards run",
         whose="its" if one_alone else "their",
         often=often,
         called=f", called at {site}" if site else " (evaluation, generation, or an output that is not used)",
+        also=" Keep the model gathered meanwhile (set_reshard_after_forward(False))." if gathered else "",
         where=f"Run the forward at {site}" if site else "Evaluate",
     )
 
@@ -230,7 +239,8 @@ _OLD = re.compile(r"^(?:volta|turing)_")
 
 def enter_kernels(book: Book) -> None:
     """Enter the compute of kernels that another setting would make faster."""
-    _of_kind(book, "float64", "products_in_float64", _HALF)
+    _of_kind(book, "float64", "compute_in_float64", _HALF)
+    _of_kind(book, "one_hot", "one_hot_products", 1)
     if not book.on_device:
         return
     _without_tensor_cores(book)
@@ -286,7 +296,8 @@ def _of_kind(book: Book, kind: str, key: str, saved: float) -> None:
     mine = book.take("compute", lambda one: one.why == kind)
     gain = _gain_ns(book, mine, saved)
     if _is_worth_it(book, gain):
-        book.enter(mine, key, fqn=main_layer(mine), gain_ns=gain)
+        site = book.main_site(one for one in mine if not RUNS_AUTOGRAD.search(one.site or ""))
+        book.enter(mine, key, {"site": site}, fqn=main_layer(mine), gain_ns=gain)
     else:
         book.put_back(mine)
 

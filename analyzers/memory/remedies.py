@@ -10,6 +10,7 @@ import numpy as np
 from fsdp2prof.analyzers.findings import worded
 from fsdp2prof.analyzers.memory.attribution import CHECKPOINT, LOSS, StackKinds
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, live_at
+from fsdp2prof.analyzers.recorded_groups import forwards_of_a_backward
 from fsdp2prof.labels import is_root, qualified_fqn
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.peak import Remedy
@@ -103,11 +104,13 @@ def remedies_at(
     states = _held(live, "sharded_parameter", "sharded_gradient", "optimizer_state")
     recomputed = _recomputable(view, live, loss)
     unused = _unused(view, order)
+    forwards = 1 if manifest is None else forwards_of_a_backward(manifest)
     savings = {
         "no_grad": _kept_without_backward(live, fqn),
         "chunked_loss": loss_bytes * (_CHUNKS - 1) // _CHUNKS,
         "low_precision_logits": _size(live, casts),
         "activation_checkpointing": recomputed[1],
+        "backward_after_each_forward": _held(live, "activation") * (forwards - 1) // forwards,
         "smaller_batch": (_size(live, of_batch) + requested) // 2,
         "reshard_after_forward": resharded,
         "less_prefetch": ahead,
@@ -120,7 +123,7 @@ def remedies_at(
             action=action,
             saves_bytes=saves,
             enough=_enough(saves, recomputed[0] if action == "activation_checkpointing" else saves, missing),
-            how=worded("memory", f"remedy/{action}", {"chunks": _CHUNKS})("change"),
+            how=worded("memory", f"remedy/{action}", {"chunks": _CHUNKS, "forwards": forwards})("change"),
         )
         for action, saves in sorted(savings.items(), key=lambda option: -option[1])
         if saves > 0

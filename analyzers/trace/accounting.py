@@ -23,7 +23,16 @@ from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.trace.collective_names import gloo_ranges
 from fsdp2prof.analyzers.trace.collectives import Collectives
 from fsdp2prof.results.step import BreakdownNs, StepBreakdown
-from fsdp2prof.tables import BoolArray, CompactArray, IntArray, PhaseTable, StepTable, Table, Trace
+from fsdp2prof.tables import (
+    BoolArray,
+    CompactArray,
+    EventTable,
+    IntArray,
+    PhaseTable,
+    StepTable,
+    Table,
+    Trace,
+)
 
 _NOT_WORK = ("autograd::", "c10d::", "c10d_functional", "_c10d_functional", "record_param_comms")
 """Wrappers of other operators, and operators that issue a collective or block until one ends."""
@@ -57,6 +66,13 @@ def working_operators(trace: Trace) -> IntArray:
         start, end = events.start_ns[mine], events.end_ns[mine]
         kept.append(mine[_working(start, end, wrapping[mine], native[mine], whole[mine])])
     return np.sort(np.concatenate(kept)) if kept else rows
+
+
+def outermost(events: EventTable, rows: IntArray) -> IntArray:
+    """Return those of some events of one thread that no other of them holds, by their start."""
+    ordered = rows[np.lexsort((-events.end_ns[rows], events.start_ns[rows]))]
+    reach = np.maximum.accumulate(events.end_ns[ordered])
+    return ordered[np.append(True, events.start_ns[ordered][1:] >= reach[:-1])] if len(rows) else rows
 
 
 def _working(

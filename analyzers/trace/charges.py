@@ -14,6 +14,7 @@ import numpy.typing as npt
 from fsdp2prof import backends
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
+from fsdp2prof.analyzers.kernel_names import KINDS
 from fsdp2prof.analyzers.ledger.charges import Charge, CollectivePieces, RankCharges
 from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.recorded_groups import untrained_units
@@ -25,7 +26,7 @@ from fsdp2prof.analyzers.trace.activities import (
     recomputed,
     recording_graphs,
 )
-from fsdp2prof.analyzers.trace.evaluation import evaluation
+from fsdp2prof.analyzers.trace.evaluation import evaluation, keeps_graph, repeated_rows
 from fsdp2prof.analyzers.trace.idle import host_calls, idle_parts
 from fsdp2prof.analyzers.trace.kernel_kinds import kinds_of_compute
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
@@ -73,8 +74,14 @@ _AT_ONCE_NS = 20_000
 """Time within which a copy follows the one that it waited for."""
 _COUNTED = (ANOMALY, FORWARDS, ONE_BY_ONE, REBUILT)
 """Why a charge has a count without time."""
+_WITH_A_LINE = ("float64", "one_hot")
+"""Kinds of compute that a line of the script causes, also in forward and backward."""
 WORKERS = "workers"
 """Why a batch was not there, where worker processes make it."""
+GRAPH = "graph"
+"""Why a forward without a backward keeps its activations: gradients are enabled."""
+ROWS, AGAIN = "rows", "again"
+"""Tokens of forwards without a backward, and those of them that an earlier one computed."""
 GRAPHS = "graphs"
 """Reason for torch.compile's work in a step that records CUDA graphs."""
 
@@ -149,8 +156,14 @@ class _Charging:
         passes = [one for one in evaluated.passes if one[0] in analysed]
         times = np.array(passes, dtype=np.int64).reshape(-1, 3)
         lines = tables.sighted.callers.seen(times[:, 1], times[:, 2])
-        for (step, _, _), line in zip(passes, lines, strict=True):
-            self._add(step, "evaluation", 0, phase="forward", site=line, count=1)
+        graphs = keeps_graph(tables, times[:, 1], times[:, 2]).tolist()
+        for (step, _, _), line, graph in zip(passes, lines, graphs, strict=True):
+            self._add(
+                step, "evaluation", 0, phase="forward", site=line, why=GRAPH if graph else None, count=1
+            )
+        for step, (rows, again) in repeated_rows(tables, passes).items():
+            self._add(step, "evaluation", 0, op=ROWS, why=ROWS, count=rows)
+            self._add(step, "evaluation", 0, op=ROWS, why=AGAIN, count=again)
 
     def charges(self) -> list[Charge]:
         """Return them, without a charge of nothing."""
@@ -221,9 +234,13 @@ class _Charging:
         outside = is_outside(phase)
         # The line of a long operator on a CPU was seen during it, not as it began.
         issued = work.launch_ns[row] if len(tables.device) else (start + end) // 2
-        why, site, sites = self._script.at(issued, outside[row], looped=not len(tables.device))
+        kinds = kinds_of_compute(tables, work) if kind == "compute" else np.full(len(work), -1)
+        named = np.isin(kinds, [KINDS.index(kind) for kind in _WITH_A_LINE])
+        why, site, sites = self._script.at(
+            issued, outside[row], looped=not len(tables.device), named=named[row]
+        )
         if kind == "compute":
-            kinds = kinds_of_compute(tables, work)[row]
+            kinds = kinds[row]
             why = np.where((why == 0) & (kinds >= 0), FIRST_KIND + kinds, why)
         if kind == "memcpy":
             why = np.where(_in_front(tables)[mask][row], IN_FRONT, why)

@@ -10,18 +10,28 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 from statistics import quantiles
 
+import msgspec
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.analyzers.layers import natural_key
+from fsdp2prof.analyzers.trace.accounting import PRODUCTS
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.labels import is_root, parse_label
 from fsdp2prof.results.step import LayerPace
-from fsdp2prof.tables import LabelTable
+from fsdp2prof.tables import BoolArray, IntArray, LabelTable
 
+_NODE = "RegisterPostBackwardFunction"
+"""Node of autograd that FSDP2 adds to the inputs of a unit which needs gradients."""
+_EMBEDDING = "aten::embedding"
+_TAKES_ROWS = {_EMBEDDING: 1, "aten::mm": PRODUCTS["aten::mm"], "aten::addmm": PRODUCTS["aten::addmm"]}
+"""Operators whose input has a row for each token, and its position."""
+_GROWING = 7
+"""Passes in a row with as many more rows each, from which on they grow by what is generated."""
 _ENDS_FORWARD = ("post_forward", "cast_forward_outputs")
 
 
@@ -107,6 +117,51 @@ def evaluation(tables: RankTables) -> Evaluation:
         if row >= 0
     ]
     return Evaluation(intervals.union(starts, ends), passes)
+
+
+def keeps_graph(tables: RankTables, start: IntArray, end: IntArray) -> BoolArray:
+    """Whether each pass ran with gradients enabled: FSDP2 puts a node of its own in the graph then."""
+    events = tables.trace.events
+    nodes = np.sort(events.start_ns[events.name.equals(_NODE)])
+    kept: BoolArray = np.searchsorted(nodes, end) > np.searchsorted(nodes, start)
+    return kept
+
+
+def repeated_rows(tables: RankTables, passes: Sequence[tuple[int, int, int]]) -> dict[int, tuple[int, int]]:
+    """Return step -> rows (tokens) that passes compute, and those of them that an earlier pass computed.
+
+    The rows of a pass are those of its first product or embedding. Where each of many passes has as many more
+    than the one before, as in generation without a cache, its first rows are those of the one before.
+    """
+    events, shapes = tables.trace.events, tables.trace.shapes
+    known = np.flatnonzero(events.name.take(shapes.event).matches(_TAKES_ROWS.__contains__))
+    begins = events.start_ns[shapes.event[known]]
+    found: dict[int, list[int]] = defaultdict(list)
+    for step, start, end in passes:
+        first = int(np.searchsorted(begins, start))
+        if first < len(known) and begins[first] < end:
+            row = int(known[first])
+            found[step].append(_rows(events.name[int(shapes.event[row])] or "", shapes.dims[row] or "[]"))
+    return {step: (sum(rows), _again(rows)) for step, rows in found.items()}
+
+
+def _rows(name: str, dims: str) -> int:
+    factor = msgspec.json.decode(dims)[_TAKES_ROWS[name]]
+    if not isinstance(factor, list) or not all(isinstance(size, int) for size in factor):
+        return 0
+    return prod(factor if name == _EMBEDDING else factor[:-1])
+
+
+def _again(rows: Sequence[int]) -> int:
+    """Sum the rows that were there in the pass before, in runs that grow evenly."""
+    more = [later - earlier for earlier, later in pairwise(rows)]
+    total, first = 0, 0
+    for at in range(len(more) + 1):
+        if at == len(more) or more[at] != more[first]:
+            if at > first and more[first] > 0 and at - first >= _GROWING:
+                total += sum(rows[first:at])
+            first = at
+    return total
 
 
 def _alike(modules: Iterable[str], others: Iterable[str]) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Container, Iterator, Sequence
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.kernel_names import KINDS, NAMES, PRODUCT_KERNEL, moves_memory
-from fsdp2prof.analyzers.trace.accounting import PRODUCTS, WorkTable
+from fsdp2prof.analyzers.trace.accounting import PRODUCTS, WorkTable, outermost
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.tables import BoolArray, IntArray
 
@@ -21,6 +21,13 @@ _AROUND = {"aten::_softmax": 1, "aten::_softmax_backward_data": 2}
 """Softmax operator -> number of matrix products on each side that belong to the same attention."""
 _SLICES = frozenset(f"autograd::engine::evaluate_function: {name}Backward0" for name in ("Slice", "Select"))
 _ADDS = frozenset({"aten::add", "aten::add_"})
+_ONE_HOT = "aten::one_hot"
+_AS_IT_IS = frozenset(
+    f"aten::{name}"
+    for name in ("to", "_to_copy", "t", "transpose", "permute", "view", "reshape", "flatten", "unsqueeze",
+                 "expand", "contiguous", "clone", "alias", "detach", "swapaxes", "mT", "_unsafe_view")
+)  # fmt: skip
+"""Operators that leave a matrix what it is but for its type, shape and place."""
 _LEAST = 64
 """Least number of queries and of keys for a softmax input to count as attention scores."""
 
@@ -39,7 +46,8 @@ def kinds_of_compute(tables: RankTables, work: WorkTable) -> IntArray:
     if len(tables.device):
         for kind, pattern in NAMES.items():
             found[names.matches(partial(_matches, pattern))] = KINDS.index(kind)
-    found[_in_double(tables, work.event)] = KINDS.index("float64")
+    found[_in_double(tables, work)] = KINDS.index("float64")
+    found[_with_one_hot(tables, work)] = KINDS.index("one_hot")
     return found
 
 
@@ -47,12 +55,83 @@ def _matches(pattern: re.Pattern[str], name: str) -> bool:
     return pattern.search(name) is not None
 
 
-def _in_double(tables: RankTables, event: IntArray) -> BoolArray:
-    """Whether each operator is a matrix product in float64."""
+def _in_double(tables: RankTables, work: WorkTable) -> BoolArray:
+    """Whether each activity is of an operator that takes a tensor in float64.
+
+    A tensor of no dimension does not count: it leaves the result in the type of the others.
+    """
     shapes, events = tables.trace.shapes, tables.trace.events
-    products = events.name.take(shapes.event).matches(PRODUCTS.__contains__)
-    double = shapes.types.matches(lambda types: types.startswith('["double"'))
-    return intervals.among(event, shapes.event[products & double])
+    rows = np.flatnonzero(shapes.types.matches(lambda types: "double" in types))
+    rows = rows[events.name.take(shapes.event[rows]).matches(lambda name: name.startswith("aten::"))]
+    inputs = zip(shapes.types.take(rows).to_list(), shapes.dims.take(rows).to_list(), strict=True)
+    event = shapes.event[rows[np.array([_takes_double(*one) for one in inputs], dtype=np.bool_)]]
+    found = np.zeros(len(work), dtype=np.bool_)
+    for thread in intervals.distinct(events.thread[event]):
+        mine = event[events.thread[event] == thread]
+        spans = intervals.union(events.start_ns[mine], events.end_ns[mine])
+        at = np.flatnonzero(work.thread == thread)
+        found[at] = intervals.containing(spans.start, spans.end, work.launch_ns[at]) >= 0
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _takes_double(types: str | None, dims: str | None) -> bool:
+    kinds: list[Any] = msgspec.json.decode(types or "[]")
+    return any(
+        "double" in kind and isinstance(shape, list) and len(shape) > 0
+        for kind, shape in zip(kinds, msgspec.json.decode(dims or "[]"), strict=False)
+    )
+
+
+def _with_one_hot(tables: RankTables, work: WorkTable) -> BoolArray:
+    """Whether each activity makes a one-hot matrix that the next operator multiplies, or is that product."""
+    events = tables.trace.events
+    operators = np.flatnonzero(events.name.matches(lambda name: name.startswith("aten::")))
+    made = operators[events.name.take(operators).equals(_ONE_HOT)]
+    found = np.zeros(len(work), dtype=np.bool_)
+    for thread in intervals.distinct(events.thread[made]) if len(made) else ():
+        rows = outermost(events, operators[events.thread[operators] == thread])
+        names = events.name.take(rows)
+        begins = np.flatnonzero(names.equals(_ONE_HOT))
+        takers = np.append(np.flatnonzero(~names.matches(_AS_IT_IS.__contains__)), len(rows))
+        ends = takers[np.searchsorted(takers, begins, side="right")]
+        pairs = [
+            (rows[first], rows[last])
+            for first, last in zip(begins.tolist(), ends.tolist(), strict=True)
+            if last < len(rows) and _multiplies(tables, int(rows[first]), int(rows[last]))
+        ]
+        first, last = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        spans = intervals.union(events.start_ns[first], events.end_ns[last])
+        at = np.flatnonzero(work.thread == thread)
+        found[at] = intervals.containing(spans.start, spans.end, work.launch_ns[at]) >= 0
+    return found
+
+
+def _multiplies(tables: RankTables, making: int, taking: int) -> bool:
+    """Whether the second of two operators multiplies the matrix that the first makes."""
+    scattered = [shapes[0] for _, shapes in _calls_in(tables, making, {"aten::scatter_"}) if shapes]
+    if not scattered or len(scattered[0]) < 2:
+        return False
+    size, classes = prod(scattered[0]), scattered[0][-1]
+    return any(
+        prod(factor) == size and classes in factor[-2:]
+        for name, shapes in _calls_in(tables, taking, PRODUCTS)
+        for factor in shapes[PRODUCTS[name] :][:2]
+    )
+
+
+def _calls_in(
+    tables: RankTables, operator: int, names: Container[str]
+) -> Iterator[tuple[str, list[list[int]]]]:
+    """Yield name and recorded shapes of an operator itself and those inside that have one of some names."""
+    events, shapes = tables.trace.events, tables.trace.shapes
+    begins = events.start_ns[shapes.event]
+    first, last = np.searchsorted(begins, (events.start_ns[operator], events.end_ns[operator]))
+    for row in range(int(first), int(last)):
+        event = int(shapes.event[row])
+        name = events.name[event]
+        if name is not None and name in names and events.thread[event] == events.thread[operator]:
+            yield name, _tensors(shapes.dims[row] or "[]")
 
 
 def _of_slices(tables: RankTables, work: WorkTable) -> BoolArray:

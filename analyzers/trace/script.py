@@ -20,9 +20,9 @@ import numpy as np
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.kernel_names import KINDS
 from fsdp2prof.analyzers.phases import find_rows
-from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS
+from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS, outermost
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
-from fsdp2prof.analyzers.trace.spans import loading_rows
+from fsdp2prof.analyzers.trace.spans import loading, loading_rows
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.tables import BoolArray, IntArray, Strings, Table
 
@@ -31,11 +31,12 @@ LOOK_NS = 5_000_000
 _NEAR_NS = 4 * LOOK_NS
 """Time from the nearest look beyond which it says nothing: a busy machine delays looks."""
 _LOOP, _OUTSIDE = 1, 2
-WHY = (None, "loop", "outside", "outside_loop", *KINDS, "fsdp", "untrained", "in_front")
+WHY = (None, "loop", "outside", "outside_loop", *KINDS, "fsdp", "untrained", "in_front", "loading")
 """Reason of work's time: a loop of small operators, work outside training, a kind of compute, FSDP's own
-work on the host, backward of a unit that no optimizer updates, or a copy before other copies."""
-FIRST_KIND, OF_FSDP, UNTRAINED, IN_FRONT = (
-    WHY.index(why) for why in (KINDS[0], "fsdp", "untrained", "in_front")
+work on the host, backward of a unit that no optimizer updates, a copy before other copies, or creating a
+batch."""
+FIRST_KIND, OF_FSDP, UNTRAINED, IN_FRONT, LOADING = (
+    WHY.index(why) for why in (KINDS[0], "fsdp", "untrained", "in_front", "loading")
 )
 ANOMALY = "anomaly"
 ONE_BY_ONE = "one_by_one"
@@ -65,17 +66,17 @@ class Script:
         self._loops = find_loops(tables, self._threads)
 
     def at(
-        self, time: IntArray, outside: BoolArray, *, looped: bool
+        self, time: IntArray, outside: BoolArray, *, looped: bool, named: BoolArray | None = None
     ) -> tuple[IntArray, IntArray, tuple[str | None, ...]]:
         """Describe the script's work at some times of the host: a reason (of ``WHY``), a site and all
         sites.
 
         ``outside``: whether a time is outside any forward, backward or optimizer. A loss is part of
-        training, too: backward follows it.
+        training, too: backward follows it. ``named`` times have a site wherever they are.
         """
         sighted, loops = self._tables.sighted, self._loops
         line, away = sighted.lines.nearest(time)
-        seen = outside & (away <= _NEAR_NS)
+        seen = (outside if named is None else outside | named) & (away <= _NEAR_NS)
         site = np.where(seen, len(loops.site.values) + sighted.lines.line.lookup(line).codes, -1)
         reason = np.zeros(len(time), dtype=np.int64)
         if looped:
@@ -87,6 +88,7 @@ class Script:
         in_module = seen & (sighted.callers.nearest(time)[1] <= away)
         reason[outside & (site >= 0) & ~in_module & ~self._before_backward(time)] += _OUTSIDE
         reason[hooked] = _OUTSIDE
+        reason[outside & (intervals.containing(*self._loading, time) >= 0)] = LOADING
         return reason, site, (*loops.site.values, *sighted.lines.line.values)
 
     def gradient_checks(self) -> list[tuple[int, int]]:
@@ -141,10 +143,10 @@ class Script:
         tables = self._tables
         events = tables.trace.events
         found: list[tuple[int, str | None]] = []
-        loading = loading_rows(tables.trace, tables.phases)
-        loading = loading[np.argsort(tables.trace.labels.start_ns[loading], kind="stable")]
-        asked, got = tables.trace.labels.start_ns[loading], tables.trace.labels.end_ns[loading]
-        for rows, place in self._threads if len(loading) else ():
+        batches = loading_rows(tables.trace, tables.phases)
+        batches = batches[np.argsort(tables.trace.labels.start_ns[batches], kind="stable")]
+        asked, got = tables.trace.labels.start_ns[batches], tables.trace.labels.end_ns[batches]
+        for rows, place in self._threads if len(batches) else ():
             drawn = events.name.take(rows).equals(_SEED) & is_outside(tables.phases.phase.lookup(place))
             start = events.start_ns[rows[drawn]]
             batch = np.append(got, 0)[np.searchsorted(asked, start)]
@@ -152,6 +154,12 @@ class Script:
             at = intervals.containing(tables.analysed.start_ns, tables.analysed.end_ns, start)
             found += zip(tables.analysed.step[at].tolist(), lines, strict=True)
         return [(step, count, site) for (step, site), count in Counter(found).items()]
+
+    @cached_property
+    def _loading(self) -> tuple[IntArray, IntArray]:
+        """When the training got its batches."""
+        found = loading(self._tables.trace, self._tables.phases)
+        return found.start, found.end
 
     def _before_backward(self, time: IntArray) -> BoolArray:
         """Whether backward is the next phase of the host."""
@@ -267,10 +275,7 @@ def _threads(tables: RankTables) -> Iterator[tuple[IntArray, IntArray]]:
         & (intervals.containing(steps.start_ns, steps.end_ns, events.start_ns[operators]) >= 0)
     ]
     for thread in intervals.distinct(events.thread[operators]):
-        mine = operators[events.thread[operators] == thread]
-        mine = mine[np.lexsort((-events.end_ns[mine], events.start_ns[mine]))]
-        reach = np.maximum.accumulate(events.end_ns[mine])
-        mine = mine[np.append(True, events.start_ns[mine][1:] >= reach[:-1])]
+        mine = outermost(events, operators[events.thread[operators] == thread])
         if len(mine) >= _REPEATS:
             yield mine, find_rows(tables.phases, events.thread[mine], events.start_ns[mine])
 

@@ -141,7 +141,9 @@ class CollectiveArgs(Table):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShapeTable(Table):
-    """Recorded inputs of operators whose sizes are needed: ``c10d::*``, products, attention, embeddings.
+    """Recorded inputs of operators whose sizes are needed: ``c10d::*``, products, attention, embeddings,
+    scatters.
+    Those of all operators that take a tensor in float64, too.
 
     Shapes repeat a lot, so they stay compact JSON text, interned: decode each distinct value once.
     """

@@ -1,4 +1,4 @@
-"""Matrix products in float64, by the recorded types of operators and by the names of kernels."""
+"""Operators in float64, by recorded types and names of kernels; products with one-hot matrices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def double_ns(trace: TraceBuilder) -> int:
 
 
 @pytest.mark.parametrize(
-    ("types", "expected"), [('["double","double"]', 600), ('["float","float"]', 0), (None, 0)]
+    ("types", "expected"),
+    [('["double","double"]', 700), ('["c10::complex<double>",""]', 700), ('["float","float"]', 0), (None, 0)],
 )
 def test_of_a_host_by_the_recorded_types(types: str | None, expected: int) -> None:
     trace = TraceBuilder()
@@ -25,7 +26,9 @@ def test_of_a_host_by_the_recorded_types(types: str | None, expected: int) -> No
     for start in (100, 400):
         shapes: dict[str, Any] = {} if types is None else {"dims": "[[8,8],[8,8]]", "types": types}
         trace.host("aten::mm", start, start + 300, **shapes)
-    trace.host("aten::add", 800, 900, dims="[[8],[8]]", types='["double","double"]')
+    if types is not None:
+        trace.host("aten::add", 800, 900, dims="[[8],[]]", types=types)
+    trace.host("aten::mul", 1_000, 1_100, dims="[[8],[]]", types='["float","double"]')  # stays float
     assert double_ns(trace) == expected
 
 
@@ -58,3 +61,24 @@ def test_gaps_of_a_trace_without_operators_are_no_pauses() -> None:
     trace.host("aten::mm", 2_390, 2_410)
     causes = {one.cause for one in rank_charges(rank_tables(trace.build()), 0).own}
     assert "host_pause" in causes
+
+
+@pytest.mark.parametrize(
+    ("between", "factor", "expected"),
+    [("aten::t", "[9,6]", 500), ("aten::sum", "[9,6]", 0), ("aten::t", "[6,64]", 0)],
+)
+def test_a_product_with_a_one_hot_matrix_counts_with_its_making(
+    between: str, factor: str, expected: int
+) -> None:
+    """Six tokens of nine classes: nothing but a view may come between, and the product takes that matrix."""
+    trace = TraceBuilder()
+    trace.label("ProfilerStep#3", 0, 2_000)
+    trace.host("aten::one_hot", 100, 300)
+    trace.host("aten::scatter_", 250, 290, dims="[[6,9],[],[6,1],[]]", types='["long int"]')
+    trace.host(between, 310, 320)
+    trace.host("aten::matmul", 400, 700)
+    trace.host("aten::mm", 405, 695, dims=f"[{factor},[6,64]]", types='["float","float"]')
+    trace.host("aten::mm", 800, 900, dims="[[9,6],[6,64]]", types='["float","float"]')
+    charges = rank_charges(rank_tables(trace.build()), 0).own
+    found = sum(one.ns for one in charges if one.why == "one_hot")
+    assert expected - 20 <= found <= expected

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from support.sharded_groups import sharded_group
 from support.traces import TraceBuilder
 from synthetic import Schedule, record, transformer, write
 
-from fsdp2prof.analyzers.trace.evaluation import evaluation
+from fsdp2prof.analyzers.trace.evaluation import evaluation, keeps_graph, repeated_rows
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.trace.chrome_trace import read_trace
@@ -94,3 +95,33 @@ def test_a_head_that_runs_again_for_its_loss_leaves_the_blocks_their_forward(eva
     trace.device("update", at, at + 5, launch=at)
     trace.label("ProfilerStep#0", 0, at + 10)
     assert len(evaluation(rank_tables(trace.build())).passes) == evaluated
+
+
+@pytest.mark.parametrize(
+    ("lengths", "again"),
+    [
+        (range(5, 15), sum(range(5, 14))),
+        ([5] + [1] * 9, 0),  # with a cache
+        ([5] * 10, 0),  # rollouts
+        ([5, 6, 7, 8, 5, 6, 7, 8, 9], 0),  # evaluation by length
+    ],
+)
+def test_rows_that_generation_computes_again(lengths: list[int], again: int) -> None:
+    """Two sequences grow by one token a pass; their first product has a row for each token."""
+    trace, passes = TraceBuilder(), []
+    for number, length in enumerate(lengths):
+        begin = 100 * number
+        trace.host("aten::embedding", begin + 10, begin + 20, dims=f"[[9,4],[2,{length}]]", types='["float"]')
+        trace.host("aten::mm", begin + 30, begin + 40, dims=f"[[{2 * length},4],[4,4]]", types='["float"]')
+        passes.append((3, begin, begin + 50))
+    trace.label("ProfilerStep#3", 0, 2_000)
+    tables = rank_tables(trace.build())
+    assert repeated_rows(tables, passes) == {3: (2 * sum(lengths), 2 * again)}
+
+
+def test_a_forward_with_gradients_puts_a_node_in_the_graph() -> None:
+    trace = TraceBuilder()
+    trace.label("ProfilerStep#3", 0, 2_000)
+    trace.host("RegisterPostBackwardFunction", 120, 130)
+    times = np.array([100, 300]), np.array([200, 400])
+    assert keeps_graph(rank_tables(trace.build()), *times).tolist() == [True, False]

@@ -236,8 +236,33 @@ def test_generation_is_not_to_be_left_out(site: str, change: str) -> None:
     (first,) = told(ledger_of([forwards, gathers], [sharded()]))
     assert first.remedy is not None
     assert re.match(change, first.remedy.change)
-    kept = told(ledger_of([forwards, gathers | {"count": 4}], [sharded()]))
-    assert ["gathered" in one.remedy.change for one in kept if one.remedy] == [False] * ("validate" in site)
+    for count in (1, 4):  # a series may be the training's own, as rollouts are
+        kept = told(ledger_of([forwards | {"count": count}, gathers | {"count": 0}], [sharded()]))
+        named = "validate" in site and count == 1
+        assert ["gathered" in one.remedy.change for one in kept if one.remedy] == [False] * named
+
+
+@pytest.mark.parametrize(("again", "is_told"), [(90, True), (40, False)])
+def test_tokens_that_generation_computes_again_are_gained(again: int, is_told: bool) -> None:
+    """Twelve forwards of 100 tokens take 20 ms; the model stays gathered."""
+    forwards = {"cause": "evaluation", "ns": 20 * MS, "count": 12, "site": "a.py:8 (rollout)"}
+    counts = [
+        {"cause": "evaluation", "ns": 0, "op": "rows", "why": why, "count": count}
+        for why, count in (("rows", 100), ("again", again))
+    ]
+    found = told(ledger_of([forwards, *counts], [sharded()]))
+    assert [one.remedy.gain_ns for one in found if one.remedy] == [18 * MS] * is_told
+    assert all("use_cache=True" in one.remedy.change for one in found if one.remedy)
+
+
+def test_a_forward_that_keeps_its_graph_is_a_finding() -> None:
+    analysis = trace_analysis()
+    charges = [
+        Charge(rank=0, step=step.step, cause="evaluation", ns=MS, count=1, why=why, site="gan.py:6 (add)")
+        for step, why in zip(analysis.ranks[0].steps, ("graph", None), strict=False)
+    ]
+    (found,) = [one for one in with_ledger(analysis, charges).findings if one.id == "graph_without_backward"]
+    assert found.message.startswith("1 forward in the traced steps, called at gan.py:6 (add), ran with")
 
 
 @pytest.mark.parametrize("in_turns", [True, False])
@@ -271,6 +296,55 @@ def test_units_that_are_gathered_again_and_again_are_one_cause() -> None:
     (first,) = told(ledger_of(gathers, [sharded(gathers=8, forwards=4, evaluations=0)]))
     assert (first.id, first.ns) == ("gathered_repeatedly", 12 * MS)
     assert "4 units are gathered 8 times per step, although 2 would suffice" in first.said
+    several = sharded(gathers=8, forwards=4, evaluations=0)
+    root = msgspec.structs.replace(several.param_groups[0], fqn="", gathers=1)
+    several.param_groups.append(root)
+    (first,) = told(ledger_of(gathers, [several]))
+    assert first.said.startswith(
+        "The model runs forward 4 times before one backward, so 4 units are gathered"
+    )
+    assert first.remedy is not None
+    assert "fully_shard" not in first.remedy.change
+
+
+@pytest.mark.parametrize(
+    ("op", "phase", "size", "change"),
+    [
+        ("all_reduce", "optimizer", 4, "stack them in one tensor"),
+        ("all_reduce", "optimizer", 4096, None),
+        ("broadcast", "forward", 4, "Pack these tensors into one"),
+        ("broadcast", "forward", 1 << 20, "send them once, before training"),
+    ],
+)
+def test_many_small_collectives_at_one_place_are_to_be_one(
+    op: str, phase: str, size: int, change: str | None
+) -> None:
+    """Norms of an optimizer, one for each parameter; buffers one by one. Larger ones may be needed so."""
+    sent = {"cause": "other_communication", "op": op, "count": 50, "bytes": 50 * size, "phase": phase}
+    found = told(ledger_of([sent | {"ns": 10 * MS, "site": "a.py:9 (f)"}], [sharded()]))
+    assert [change in one.remedy.change for one in found if one.remedy and change] == [True] * (
+        change is not None
+    )
+    assert bool(found) is (change is not None)
+
+
+def test_making_batches_in_the_training_is_one_cause() -> None:
+    made = [
+        at(site, 5, "loading", cause)
+        for site in ("a.py:3 (get)", "a.py:9 (main)")
+        for cause in ("compute", "host")
+    ]
+    (first,) = told(ledger_of([*made, {"cause": "data_loader", "ns": MS}], device="cpu"))
+    assert (first.id, first.ns, first.evidence["site"]) == ("data_loader", 21 * MS, "a.py:3 (get)")
+
+
+@pytest.mark.parametrize(("ms", "is_told"), [(10, True), (1, False)])
+def test_products_with_one_hot_matrices_are_named_with_their_line(ms: int, is_told: bool) -> None:
+    lines = ("a.py:7 (backward)", "backward() in a.py:9 (main)")
+    found = told(ledger_of([at(line, ms, "one_hot") for line in lines], device="cpu"))
+    assert [(one.id, one.evidence["site"]) for one in found] == [
+        ("one_hot_products", "a.py:7 (backward)")
+    ] * is_told
 
 
 def test_overlap_hides_no_more_than_its_phase_computes() -> None:

@@ -21,7 +21,7 @@ from fsdp2prof.analyzers.memory import findings as memory_findings
 from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.analyzers.memory.findings import find_leaks
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, live_at, prepare, running_total
-from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
+from fsdp2prof.manifest import DeviceInfo, RankManifest, RootInfo, TensorInfo
 from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.results.memory import MemoryAnalysis, RankMemory
 from fsdp2prof.results.peak import Fragmentation
@@ -626,6 +626,22 @@ def test_gradients_without_sync_and_gradients_kept(tmp_path: Path):
     manifest = RankManifest(device=DeviceInfo(type="cuda"), tensors=[gradient])
     found = {finding.id: finding for finding in analyze_memory([(0, recording, manifest)]).findings}
     assert found["gradients_not_none"].evidence["bytes"] == 700
+
+
+@pytest.mark.parametrize(("forwards", "saves"), [(6, 5000), (1, None)])
+def test_one_backward_for_several_forwards_keeps_all_of_their_activations(
+    tmp_path: Path, forwards: int, saves: int | None
+) -> None:
+    t = Training()
+    for number in range(6):
+        t.within("FSDP::pre_forward (a)").get(f"activation {number}", 1000).within("FSDP::post_forward (a)")
+    t.within("FSDP::pre_backward (a)").get("gradient", 10).drop(
+        *(f"activation {number}" for number in range(6))
+    )
+    root = msgspec.structs.replace(sharded_group("", [8, 8], ranks=2, rows=4), forwards=forwards)
+    manifest = RankManifest(param_groups=[root], roots=[RootInfo(root=0, micro_batches=1)])
+    found = {one.action: one.saves_bytes for one in analyze(t.read(tmp_path), manifest).remedies}
+    assert found.get("backward_after_each_forward") == saves
 
 
 def test_optimizer_makes_its_states_after_the_peak(tmp_path: Path):

@@ -187,6 +187,7 @@ _SHAPED_NAMES = frozenset(
         "convolution",
         "convolution_backward",
         "embedding",
+        "scatter_",
         "_flash_attention_forward",
         "_flash_attention_backward",
         "_efficient_attention_forward",
@@ -230,6 +231,8 @@ _INPUT_ONLY = frozenset(
 )
 """Only the name of the input."""
 _NO_DTYPE = frozenset({"", "TensorList", "GenericList"})
+_DOUBLE = b"double"
+"""In ``Input type``: a tensor in float64, or a complex one of it; a number is a ``Scalar``."""
 
 
 @lru_cache(maxsize=4096)
@@ -246,10 +249,15 @@ def _is_in_place(name: str) -> bool:
 
 
 def recorded_shapes(events: list[Complete], args: list[Args], rows: list[int]) -> list[Shape]:
-    """Recorded inputs of those rows that have any."""
+    """Recorded inputs of those rows that have any, and of every operator that takes a tensor in float64."""
+    double = (
+        row
+        for row, one in enumerate(args)
+        if one.input_types is not NO_TEXT and _DOUBLE in bytes(one.input_types)
+    )
     return [
         (i, events[i].name, _shapes(_compact(args[i].input_dims)), _compact(args[i].input_types))
-        for i in rows
+        for i in sorted({*rows, *double})
         if args[i].input_dims is not NO_TEXT
     ]
 
