@@ -283,7 +283,7 @@ def test_debugging_of_collectives_is_named_on_a_cpu_too(variable: dict[str, str]
 
 
 def test_parameters_that_an_optimizer_lost_to_fully_shard_are_named_as_they_are_now() -> None:
-    """Its groups were made before fully_shard: it holds one that no module has, and lacks the one in its place."""
+    """Its groups were made before fully_shard: it holds a parameter of no module, and lacks its successor."""
     group = alone(0)
     group.parameters[0] = msgspec.structs.replace(group.parameters[0], optimized=False)
     dead = msgspec.structs.replace(stray(), has_gradient=False)
