@@ -72,12 +72,12 @@ def with_ledger(
     if not book.total_ns or any(rank.misses_records for rank in analysis.ranks):
         return replace(analysis, ledger=None, findings=[])
     for rule in (
+        enter_starved,
         enter_saving,
         enter_new_iterators,
         enter_script,
         enter_optimizer,
         enter_repeated_update,
-        enter_starved,
         enter_tracing,
         enter_untrained,
         enter_links,

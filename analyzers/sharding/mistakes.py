@@ -294,6 +294,45 @@ def _without_gradient(evidence: RunEvidence) -> Iterator[Finding]:
         yield finding("parameters_without_gradient", {"elements": sum(sizes.values())}, names=[*sizes])
 
 
+def _same_inputs(evidence: RunEvidence) -> Iterator[Finding]:
+    """Find ranks that get the same data though FSDP averages their gradients.
+
+    A batch that is used again and again is a test of the program, and says nothing; neither do ranks of
+    another parallelism, which belong to a process group beside FSDP's.
+    """
+    alike: dict[tuple[tuple[str | None, ...], ...], list[int]] = defaultdict(list)
+    for rank, manifest in evidence.sharded.items():
+        seen = tuple(tuple(root) for root in manifest.inputs if root)
+        if seen and all(len({*root} - {None}) > 1 for root in seen):
+            alike[seen].append(rank)
+    same = [ranks for ranks in alike.values() if len(ranks) > 1 and not _in_another_group(evidence, ranks)]
+    if same:
+        sets = [f"ranks {listed(ranks)}" for ranks in same]
+        ranks = [rank for ranks in same for rank in ranks]
+        yield finding("same_inputs", {"ranks": ranks}, sets="; ".join(sets))
+
+
+def _in_another_group(evidence: RunEvidence, ranks: Sequence[int]) -> bool:
+    """Whether a process group that is neither FSDP's nor that of all ranks has several of some ranks."""
+    for rank in ranks:
+        manifest = evidence.sharded[rank]
+        own = {
+            name
+            for group in manifest.param_groups
+            for name in (
+                group.shard_group,
+                group.reduce_scatter_group,
+                group.all_reduce_group,
+                group.post_forward_group,
+            )
+        }
+        for one in manifest.process_groups:
+            beside = one.name not in own and len(one.ranks) < evidence.world_size
+            if beside and len({*one.ranks} & {*ranks}) > 1:
+                return True
+    return False
+
+
 def _half_states(evidence: RunEvidence) -> Iterator[Finding]:
     for optimizer in evidence.first.optimizers:
         half = {name: size for name, size in optimizer.state_dtypes.items() if name in _HALF and size}
@@ -434,6 +473,7 @@ _RULES: Sequence[Callable[[RunEvidence], Iterator[Finding]]] = (
     _optimizer,
     _not_reduced,
     _without_gradient,
+    _same_inputs,
     _half_states,
     _unreduced_dimension,
     _shards_of_one,

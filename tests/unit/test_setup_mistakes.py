@@ -15,7 +15,15 @@ from fsdp2prof.analyzers.sharding import check
 from fsdp2prof.analyzers.sharding.check import check_run, check_structure
 from fsdp2prof.analyzers.sharding.mistakes import find_mistakes
 from fsdp2prof.analyzers.sharding.run_evidence import OwnCollectives, RunEvidence, own_collectives_of
-from fsdp2prof.manifest import ParamGroupInfo, RankManifest, RootInfo, RunInfo, StepInfo, UnshardedInfo
+from fsdp2prof.manifest import (
+    ParamGroupInfo,
+    ProcessGroupInfo,
+    RankManifest,
+    RootInfo,
+    RunInfo,
+    StepInfo,
+    UnshardedInfo,
+)
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.run_directory import RunDirectory
 
@@ -27,6 +35,8 @@ def found(
     wrappers: Sequence[str] = (),
     environment: dict[str, str] | None = None,
     own: OwnCollectives | None = OwnCollectives([[]]),  # noqa: B008
+    inputs: Sequence[list[str | None]] = ([], []),
+    process_groups: Sequence[ProcessGroupInfo] = (),
 ) -> dict[str, list[Finding]]:
     """Findings by name, of two ranks that say the same."""
     manifests = {
@@ -36,10 +46,12 @@ def found(
             param_groups=list(groups),
             unsharded=list(unsharded),
             environment=environment or {},
+            inputs=[inputs[rank]],
+            process_groups=list(process_groups),
         )
         for rank in range(2)
     }
-    info = RunInfo(world_size=2, wrappers=list(wrappers))
+    info = RunInfo(world_size=4 if process_groups else 2, wrappers=list(wrappers))
     findings = find_mistakes(RunEvidence(info, manifests, lambda: own))
     return {name: [one for one in findings if one.id == name] for name in {one.id for one in findings}}
 
@@ -289,3 +301,21 @@ def test_parameters_that_an_optimizer_lost_to_fully_shard_are_named_as_they_are_
     dead = msgspec.structs.replace(stray(), has_gradient=False)
     (one,) = found([group], unsharded=[dead])["optimizer_before_fully_shard"]
     assert "are in no optimizer and never change (0.weight)" in one.message
+
+
+@pytest.mark.parametrize(
+    ("inputs", "group", "named"),
+    [
+        ((["a", "b"], ["a", "b"]), None, True),
+        ((["a", "b"], ["a", "c"]), None, False),
+        ((["a", "a"], ["a", "a"]), None, False),  # one batch, again and again
+        ((["a", None], ["a", None]), None, False),
+        ((["a", "b"], ["a", "b"]), "tp", False),
+        ((["a", "b"], ["a", "b"]), "1", True),  # FSDP's own
+    ],
+)
+def test_ranks_that_read_the_same_data_are_named(
+    inputs: tuple[list[str | None], list[str | None]], group: str | None, named: bool
+) -> None:
+    beside = [] if group is None else [ProcessGroupInfo(name=group, desc="", backend="gloo", ranks=[0, 1])]
+    assert ("same_inputs" in found([alone(0)], inputs=inputs, process_groups=beside)) is named

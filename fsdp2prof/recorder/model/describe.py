@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from fsdp2prof.manifest import (
     MeshInfo,
@@ -32,16 +30,7 @@ from fsdp2prof.recorder.guard import guard
 from fsdp2prof.recorder.model.members import named_modules, named_parameters
 from fsdp2prof.recorder.model.ownership import state_dtypes, unsharded_tensors
 from fsdp2prof.recorder.model.roots import Root, param_groups
-from fsdp2prof.storage_tracker import PlainOperators, has_compiled
-
-
-@contextmanager
-def unseen_by_modes() -> Iterator[None]:
-    """Hide the recorder's operations from the training's dispatch and function modes, which may count or
-    raise."""
-    theirs = [one for one in _get_current_dispatch_mode_stack() if not isinstance(one, PlainOperators)]
-    with torch._C.DisableTorchFunction(), _disable_current_modes() if theirs else nullcontext():
-        yield
+from fsdp2prof.storage_tracker import has_compiled
 
 
 def describe_param_groups(roots: Iterable[Root]) -> list[ParamGroupInfo]:

@@ -12,7 +12,11 @@ from torch.autograd.profiler import record_function
 
 from fsdp2prof.labels import root_label
 from fsdp2prof.recorder.guard import guard
+from fsdp2prof.recorder.model.inputs import input_digest
 from fsdp2prof.recorder.model.step_counts import GroupCounts, StepCounts
+
+_COMPARED = 2
+"""Forwards of a root whose inputs are compared between ranks."""
 
 
 class Range(record_function):
@@ -41,6 +45,8 @@ class Root:
         self.forward_order: tuple[int, ...] = ()
         """Its parameter groups, by index, as their forwards ended before a backward; noted while marked."""
         self._forwards_in_order = 0
+        self.inputs: list[str | None] = []
+        """Digests of what its first forwards with gradients get."""
         self.is_wrapped = False
         """Whether the hooks of its backward are watched."""
         self._only_trained = False
@@ -136,7 +142,9 @@ class Roots:
         """Watch a module that ``fully_shard`` was applied to, on its own (a root is never in a list)."""
         if module not in self._hooks:
             hook = guard.hook("recording", self._before_forward)
-            self._hooks[module] = nn.Module.register_forward_pre_hook(module, hook, prepend=True)
+            self._hooks[module] = nn.Module.register_forward_pre_hook(
+                module, hook, prepend=True, with_kwargs=True
+            )
             self._watch_methods(module)
 
     def end_step(self) -> dict[int, StepCounts]:
@@ -185,8 +193,8 @@ class Roots:
             return
         self._states.add(state)
 
-        def before(module: nn.Module, *_: Any, **__: Any) -> None:
-            self._before_forward(module, None)
+        def before(module: nn.Module, *inputs: Any, **named: Any) -> None:
+            self._before_forward(module, *inputs, **named)
             if torch.is_grad_enabled() and (root := self._roots.get(module)) is not None:
                 root.counts.method_forwards += 1
 
@@ -201,7 +209,7 @@ class Roots:
             self._states.discard(state)
             del state._pre_forward, state._post_forward
 
-    def _before_forward(self, module: nn.Module, _: Any) -> None:
+    def _before_forward(self, module: nn.Module, *inputs: Any, **named: Any) -> None:
         if _state(module)._is_root is False:
             self._hooks[module].remove()
             self._leave_methods(_state(module))
@@ -209,6 +217,9 @@ class Roots:
         if torch.is_grad_enabled():
             self._on_forward()
         guard.run("roots", self._count_forward, module)
+        root = self._roots.get(module)
+        if root is not None and len(root.inputs) < _COMPARED and torch.is_grad_enabled():
+            root.inputs.append(guard.run("inputs", input_digest, inputs, named))
 
     def _count_forward(self, module: nn.Module) -> None:
         root = self._roots.get(module)

@@ -18,7 +18,7 @@ from fsdp2prof.recorder.environment_variables import relevant_environment
 from fsdp2prof.recorder.guard import guard
 from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.model import describe, ownership
-from fsdp2prof.recorder.model.describe import unseen_by_modes
+from fsdp2prof.recorder.model.modes import unseen_by_modes
 from fsdp2prof.recorder.model.roots import Roots
 from fsdp2prof.recorder.rank.host import machine_info
 from fsdp2prof.recorder.rank.stepping import OptimizerWatch
@@ -102,6 +102,7 @@ class ManifestFile:
             self.manifest.unsharded = ownership.describe_unsharded(self._roots, optimizers)
             ownership.keep_told(groups, self.manifest.param_groups)
             self.manifest.param_groups = groups
+            self.manifest.inputs = [list(root.inputs) for root in self._roots]
             self.manifest.norms = describe.describe_norms(self._roots)
             self.manifest.process_groups = describe.describe_process_groups(groups)
         self.manifest.optimizers = describe.describe_optimizers(self._watch.optimizers)

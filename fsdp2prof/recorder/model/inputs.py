@@ -1,0 +1,59 @@
+"""Digests of what a model gets: ranks that read the same data have the same ones."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fsdp2prof.recorder.model.modes import unseen_by_modes
+
+_TYPES = frozenset(
+    {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8}
+)
+"""Types whose bytes are read."""
+_SAMPLE, _TENSORS, _DEEPEST = 1 << 10, 8, 3
+"""Elements of a tensor that are read, tensors of a forward, and how deep containers hold them."""
+
+
+@unseen_by_modes()
+def input_digest(*inputs: Any) -> str | None:
+    """Return a hash of the first elements of a forward's tensors; None where they say nothing.
+
+    Only plain tensors are read, where reading one disturbs nobody: not while CUDA captures a graph, or
+    where synchronizations are reported.
+    """
+    digest, varies = hashlib.blake2b(digest_size=8), False
+    with torch.no_grad():
+        for tensor in _tensors(inputs, _DEEPEST):
+            sample = tensor.detach().view(-1)[:_SAMPLE].cpu().view(torch.uint8).numpy().tobytes()
+            size = tensor.element_size()
+            varies |= sample != sample[:size] * (len(sample) // size)
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + sample)
+    return digest.hexdigest() if varies else None
+
+
+def _tensors(inputs: Any, depth: int) -> Iterator[torch.Tensor]:
+    found = 0
+    for one in inputs.values() if type(inputs) is dict else inputs:
+        if found == _TENSORS:
+            return
+        if type(one) is torch.Tensor:
+            if _is_readable(one):
+                found += 1
+                yield one
+        elif depth and type(one) in (tuple, list, dict):
+            yield from _tensors(one, depth - 1)
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is plain, dense and on a host, or on a device that nobody watches or captures."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.layout is not torch.strided:
+        return False
+    if tensor.dtype not in _TYPES or not tensor.numel() or not tensor.is_contiguous():
+        return False
+    if tensor.device.type == "cuda":
+        return not torch.cuda.is_current_stream_capturing() and not torch.cuda.get_sync_debug_mode()
+    return tensor.device.type == "cpu"
