@@ -500,7 +500,8 @@ class RankManifest(_Record):
     """Allowed kernels of ``scaled_dot_product_attention`` outside the model's own contexts, preferred one
     first; empty on CPU."""
     inputs: list[list[str | None]] = []
-    """Hashes of the inputs of each root's first two forwards with gradients; null without a readable one."""
+    """Hashes of the inputs of each root's first two forwards with gradients outside captured steps; null
+    without a readable one."""
     norms: list[str] = []
     """Normalization layers of the models: classes with their modules."""
     process_groups: list[ProcessGroupInfo] = []

@@ -16,7 +16,7 @@ from fsdp2prof.recorder.model.inputs import input_digest
 from fsdp2prof.recorder.model.step_counts import GroupCounts, StepCounts
 
 _COMPARED = 2
-"""Forwards of a root whose inputs are compared between ranks."""
+"""Forwards of a root, outside captured steps, whose inputs are compared between ranks."""
 
 
 class Range(record_function):
@@ -217,8 +217,10 @@ class Roots:
         if torch.is_grad_enabled():
             self._on_forward()
         guard.run("roots", self._count_forward, module)
+        if self._marking or not torch.is_grad_enabled():
+            return
         root = self._roots.get(module)
-        if root is not None and len(root.inputs) < _COMPARED and torch.is_grad_enabled():
+        if root is not None and len(root.inputs) < _COMPARED:
             root.inputs.append(guard.run("inputs", input_digest, inputs, named))
 
     def _count_forward(self, module: nn.Module) -> None:
