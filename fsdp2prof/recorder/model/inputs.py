@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def input_digest(*inputs: Any) -> str | None:
     """
     digest, varies = hashlib.blake2b(digest_size=8), False
     with torch.no_grad():
-        for tensor in _tensors(inputs, _DEEPEST):
+        for tensor in islice(_tensors(inputs, _DEEPEST), _TENSORS):
             sample = tensor.detach().view(-1)[:_SAMPLE].cpu().view(torch.uint8).numpy().tobytes()
             size = tensor.element_size()
             varies |= sample != sample[:size] * (len(sample) // size)
@@ -36,13 +37,9 @@ def input_digest(*inputs: Any) -> str | None:
 
 
 def _tensors(inputs: Any, depth: int) -> Iterator[torch.Tensor]:
-    found = 0
     for one in inputs.values() if type(inputs) is dict else inputs:
-        if found == _TENSORS:
-            return
         if type(one) is torch.Tensor:
             if _is_readable(one):
-                found += 1
                 yield one
         elif depth and type(one) in (tuple, list, dict):
             yield from _tensors(one, depth - 1)
