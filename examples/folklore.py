@@ -170,7 +170,7 @@ def overlap() -> Row:
     return Row(
         "12 layers, 100 ms compute + 50 ms comm: 1800 -> 1300 ms with overlap",
         f"{now} ms",
-        "only the first all-gather has nothing to hide behind: 50 + 12 x 100",
+        "only the first all-gather cannot overlap: 50 + 12 x 100",
         {"ms": now},
     )
 

@@ -67,7 +67,7 @@ def test_redistribution_costs_by_hand() -> None:
     assert (unshard.payload_bytes, unshard.wire_bytes) == (8 * 4 * 2, 8 * 4 * 2 * 3 // 4)
     gradients = costs["reduce_scatter", "FSDP's"]
     assert (gradients.payload_bytes, gradients.result_bytes) == (8 * 4 * 2, 2 * 4 * 2)
-    turn = costs["all_to_all", "the"]
+    turn = next(one for (op, _), one in costs.items() if op == "all_to_all")
     assert (turn.payload_bytes, turn.wire_bytes) == (5 * 4 * 4, 5 * 4 * 4 * 3 // 16)
 
 

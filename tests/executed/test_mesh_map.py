@@ -52,7 +52,7 @@ def test_groups_cross_nodes_where_their_ranks_are_on_several() -> None:
 def test_a_node_that_is_not_filled_and_tp_that_leaves_its_node_are_said() -> None:
     found = map_mesh({"dp_shard": 3, "tp": 4}, gpus_per_node=8)
     assert found.nodes == 2
-    assert found.warnings == ["12 ranks do not fill nodes of 8: the last has 4."]
+    assert found.warnings == ["12 ranks do not fill nodes of 8 GPUs: the last has 4."]
     split = map_mesh({"dp_shard": 3, "tp": 4}, gpus_per_node=6)
     assert split.warnings == [
         "1 of 3 groups of tp cross nodes: it communicates inside every layer; keep its groups on one node."

@@ -168,7 +168,7 @@ def test_a_sample_has_every_coordinate_of_every_mesh_of_powers_of_two():
     ("selected", "said"),
     [
         ({0, 3}, "1, 2; every coordinate of dp, tp has a recorded rank"),
-        ({0, 1}, "2, 3; no recorded rank has the mesh coordinates dp 1:"),
+        ({0, 1}, "2, 3; no recorded rank has the mesh coordinates dp 1,"),
     ],
 )
 def test_a_run_says_which_ranks_it_did_not_see(tmp_path, selected, said):

@@ -70,7 +70,7 @@ def test_a_prefetched_batch_that_holds_up_small_copies_is_to_be_split() -> None:
     first = trace.ledger.entries[0]
     assert first.id == "host_copies"
     assert first.remedy is not None
-    assert "in pieces" in first.remedy.change
+    assert "in chunks" in first.remedy.change
 
 
 @pytest.mark.parametrize("name", ["healthy_gpt", "healthy_vit", "healthy_moe", "healthy_chunked_loss"])

@@ -381,5 +381,5 @@ def test_a_loop_whose_updates_leave_no_mark_is_pointed_to_the_recorder(tmp_path)
     assert done.returncode == 0, done.stderr
     (message,) = (line for line in done.stderr.splitlines() if line.startswith("fsdp2prof: "))
     assert message.startswith("fsdp2prof: rank 0: nothing was recorded: no optimizer stepped after a forward")
-    assert message.endswith("fsdp2prof.Recorder")
+    assert "fsdp2prof.Recorder" in message
     assert open_run(tmp_path / "run").info.state == "partial"

@@ -124,7 +124,7 @@ def test_a_limit_below_one_step_traces_none(tmp_path):
     assert manifests[0].traced_steps == []
     assert len(manifests[0].memory_steps) == 2
     assert not (tmp_path / "run/rank-00000/trace.json.gz").exists()
-    assert b"0 of 3 steps traced: --max-trace-size 1KB, and a step takes" in log
+    assert b"0 of 3 steps traced: --max-trace-size is 1KB, and a step takes" in log
 
 
 def test_the_step_that_is_measured_comes_after_the_warm_up():

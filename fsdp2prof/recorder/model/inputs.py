@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.autograd import _profiler_enabled
 
 from fsdp2prof.recorder.model.modes import unseen_by_modes
 
@@ -23,9 +24,11 @@ _SAMPLE, _TENSORS, _DEEPEST = 1 << 10, 8, 3
 def input_digest(*inputs: Any) -> str | None:
     """Return a hash of the first elements of a forward's tensors; None where they say nothing.
 
-    Only plain tensors are read, where reading one disturbs nobody: not while CUDA captures a graph, or
-    where synchronizations are reported.
+    Only plain tensors are read, where reading one disturbs nobody: not while a profiler runs, CUDA captures
+    a graph, or synchronizations are reported.
     """
+    if _profiler_enabled():
+        return None
     digest, varies = hashlib.blake2b(digest_size=8), False
     with torch.no_grad():
         for tensor in islice(_tensors(inputs, _DEEPEST), _TENSORS):
