@@ -6,8 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from fsdp2prof.estimators.config.mesh import MeshSpec
+from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh
 from fsdp2prof.recorder.model.inputs import input_digest
+from fsdp2prof.recorder.model.roots import Roots
 
 WORDS = torch.arange(6).view(2, 3)
 
@@ -33,3 +38,36 @@ def test_digests_differ_as_the_data_do() -> None:
     assert first == input_digest((WORDS.clone(),), {"mask": torch.ones(2)})
     assert first != input_digest((WORDS + 1,), {"mask": torch.ones(2)})
     assert first != input_digest((WORDS.view(3, 2),), {"mask": torch.ones(2)})
+
+
+def test_a_few_tensors_are_read_however_deep_they_lie() -> None:
+    rows = [{"a": WORDS + n, "b": WORDS - n} for n in range(100)]
+    assert input_digest((rows,), {}) == input_digest((rows[:50],), {})
+    assert input_digest((rows[1:],), {}) != input_digest((rows,), {})
+
+
+def test_nothing_is_read_while_a_profiler_runs() -> None:
+    with torch.profiler.profile() as profiler:
+        assert input_digest((WORDS,), {}) is None
+    assert not [one for one in profiler.events() or () if one.name.startswith("aten::")]
+
+
+def test_captured_and_evaluated_forwards_are_left_out() -> None:
+    """The two that follow are kept, and no more."""
+    roots = Roots(lambda: None)
+    mesh = MeshSpec(dp_shard=2)
+    with fake_process_group(mesh) as device_mesh:
+        model: Any = fully_shard(nn.Linear(4, 4), mesh=fsdp_mesh(device_mesh))
+        roots.watch(model)
+        with torch.no_grad():
+            model(torch.rand(2, 4))
+        roots.mark(True)
+        model(torch.rand(2, 4))
+        roots.mark(False)
+        (root,) = roots
+        assert root.inputs == []
+        for _ in range(3):
+            model(torch.rand(2, 4))
+        assert len(set(root.inputs)) == 2
+        assert None not in root.inputs
+        roots.remove()
