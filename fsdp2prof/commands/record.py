@@ -11,7 +11,7 @@ import click
 
 from fsdp2prof.commands.help import RUN, Command
 from fsdp2prof.commands.messages import say
-from fsdp2prof.commands.recording_options import default_run, recording_options, run_directory_options, tell
+from fsdp2prof.commands.recording_options import default_run, ended, recording_options, run_directory_options
 from fsdp2prof.errors import Fsdp2ProfError, UsageError
 from fsdp2prof.manifest import RecordOptions, TrialOptions
 from fsdp2prof.trial import parse_candidate, why_never_tried
@@ -81,10 +81,7 @@ def try_(
     path = output or default_run()
     told = None if quiet else (lambda line: say(f"fsdp2prof: {line}"))
     outcome = launch(list(command), path, RecordOptions(trial=trial), force=force, told=told)
-    if not quiet:
-        tell(outcome, path, always=output is None)
-        _say_result(path)
-    return outcome.exit_code
+    return ended(outcome, path, quiet=quiet, always=output is None, result=_say_result)
 
 
 def candidates_of(texts: tuple[str, ...], *, changes_results: bool) -> list[str]:
@@ -158,6 +155,4 @@ def record(
     path = output or default_run()
     told = None if quiet else (lambda line: say(f"fsdp2prof: {line}"))
     outcome = launch(list(command), path, options, node_rank=node_rank, force=force, told=told)
-    if not quiet:
-        tell(outcome, path, always=output is None)
-    return outcome.exit_code
+    return ended(outcome, path, quiet=quiet, always=output is None)

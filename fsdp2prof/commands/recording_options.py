@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,12 +41,25 @@ def default_run() -> Path:
     return Path("runs", time.strftime("%Y%m%d-%H%M%S"))
 
 
-def tell(outcome: Outcome, path: Path, *, always: bool) -> None:
-    """Print the messages of a finished run, and on a terminal the next command."""
-    for message in outcome.info.messages:
-        say(f"fsdp2prof: {message}")
-    if sys.stderr.isatty() or always:
-        say(f"fsdp2prof: {path} is {outcome.info.state}; see `fsdp2prof analyze run {path}`")
+def ended(
+    outcome: Outcome, path: Path, *, quiet: bool, always: bool, result: Callable[[Path], None] | None = None
+) -> int:
+    """Print the messages of a finished run, its ``result``, and on a terminal the next command.
+
+    Returns the command's own exit code, whatever fails here.
+    """
+    try:
+        if not quiet:
+            for message in outcome.info.messages:
+                say(f"fsdp2prof: {message}")
+            if sys.stderr.isatty() or always:
+                say(f"fsdp2prof: {path} is {outcome.info.state}; see `fsdp2prof analyze run {path}`")
+            if result is not None:
+                result(path)
+    except Exception as error:
+        with suppress(Exception):
+            say(f"fsdp2prof: {path}: its result cannot be shown ({type(error).__name__}: {error})")
+    return outcome.exit_code
 
 
 _HEADINGS = {

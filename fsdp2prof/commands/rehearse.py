@@ -8,7 +8,7 @@ import click
 
 from fsdp2prof.commands.help import CLUSTER, Command
 from fsdp2prof.commands.options import refuse_given
-from fsdp2prof.commands.recording_options import default_run, recording_options, run_directory_options, tell
+from fsdp2prof.commands.recording_options import default_run, ended, recording_options, run_directory_options
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import RecordOptions, Rehearsal
 
@@ -64,6 +64,4 @@ def rehearse(
     )
     path = output or default_run()
     outcome = launch(started, path, options, force=force, rehearsal=rehearsal)
-    if not quiet:
-        tell(outcome, path, always=output is None)
-    return outcome.exit_code
+    return ended(outcome, path, quiet=quiet, always=output is None)

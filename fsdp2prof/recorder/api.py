@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
@@ -22,6 +23,8 @@ from fsdp2prof.recorder.rank.session import RankSession
 from fsdp2prof.recorder.run_folder import now, prepare_run
 from fsdp2prof.recorder.settings import Settings, validate
 from fsdp2prof.run_directory import RUN_FILE
+
+Value = TypeVar("Value")
 
 
 class Recorder:
@@ -52,8 +55,7 @@ class Recorder:
     ) -> None:
         self._path = Path(output)
         self._force = force
-        self._options = _options(options)
-        validate(self._options)
+        self._options = _unless_refused(_options, options) or RecordOptions()
         self._info = RunInfo()
         self._session: RankSession | None = None
         self._launched = self._entered = False
@@ -62,7 +64,7 @@ class Recorder:
         session = guard.run("recording", session_of_process)
         self._launched = session is not None
         if session is None:
-            self._prepare_run()
+            _unless_refused(self._prepare_run)
         self._entered = True
         self._session = guard.run("recording", self._take_over, session)
         return self
@@ -133,4 +135,18 @@ def _options(given: dict[str, Any]) -> RecordOptions:
     unknown = [name for name in given if name not in known]
     if unknown:
         raise UsageError(f"Recorder has no option {unknown[0]!r}; there are {', '.join(known)}")
-    return RecordOptions(**given)
+    options = RecordOptions(**given)
+    validate(options)
+    return options
+
+
+def _unless_refused(action: Callable[..., Value], /, *arguments: Any) -> Value | None:
+    """Return what ``action`` returns. A refusal of the caller's arguments is raised; any other failure
+    costs the recording."""
+    try:
+        return action(*arguments)
+    except (UsageError, RunDirectoryError):
+        raise
+    except Exception as error:
+        guard.fail("recording", error)
+        return None

@@ -170,8 +170,15 @@ class Guard:
         return guarded
 
     def thread(self, part: Part, action: Callable[..., object], *arguments: Any) -> None:
-        """Run ``action`` on a thread that ends with the process, and that the training does not list."""
-        _thread.start_new_thread(self.hook(part, action), arguments)
+        """Run ``action`` on a thread that ends with the process, and that the training does not list.
+
+        It takes none of the process's signals: the training may block them in order to wait for them.
+        """
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            _thread.start_new_thread(self.hook(part, action), arguments)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def around(
         self,

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
+from .injection.launching import COMMANDS, entered, launched
 from .injection.names import hidden_names, modules, removed_names
 from .injection.running import VARIANTS, Injections, functions
 from .injection.training import ENDINGS
 
+Value = TypeVar("Value")
 EVERYTHING = VARIANTS["everything"]
 
 
-def sampled(injections: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+def sampled(injections: list[Value], count: int) -> list[Value]:
     return random.Random(20).sample(injections, count)
 
 
@@ -82,3 +84,28 @@ def test_every_module_at_its_import(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_a_torch_that_has_other_private_names(tmp_path: Path) -> None:
     unbroken(tmp_path / "broken", [*hidden_names(), *removed_names()])
+
+
+def test_a_sample_of_the_launcher(tmp_path: Path) -> None:
+    """The command starts, ends and prints the same when the launcher's own functions fail."""
+    everything = [("everything", *one) for one in entered(tmp_path, "everything")]
+    assert len(everything) > 50
+    assert broken_launchers(tmp_path, sampled(everything, 4)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_function_of_the_launcher(tmp_path: Path) -> None:
+    found = {name: (what, name, calls) for what in COMMANDS for name, calls in entered(tmp_path, what)}
+    assert broken_launchers(tmp_path, list(found.values())) == []
+
+
+def broken_launchers(folder: Path, injections: list[tuple[str, str, int]]) -> list[str]:
+    """Break the first and the last call of each; return what changed the command."""
+    broken = []
+    for what, name, calls in injections:
+        for call in sorted({1, calls}):
+            code, out, told = launched(folder, what, name, call)
+            if (code, out) != (5, "rank 0\nends\n") or "Traceback" in told:
+                broken.append(f"{what}: {name} call={call}: exit {code}, {out!r}, {told[-500:]}")
+    return broken

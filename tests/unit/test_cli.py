@@ -16,9 +16,17 @@ HEAVY = ("torch", "pandas", "plotly", "hta", "numpy", "rich", "jinja2")
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["analyze", "--help"], ["report", "--help"]]
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["analyze", "--help"],
+        ["report", "--help"],
+        ["record", "--hang-after", "60", "--summary", "-q", "--", "true"],
+    ],
 )
-def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+def test_what_imports_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
+    """Help, and the launcher: its torch would cost the machine of a training seconds and memory."""
     script = (
         "import sys\n"
         f"sys.argv = ['fsdp2prof', *{arguments!r}]\n"
@@ -28,7 +36,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         f"loaded = [name for name in {HEAVY!r} if name in sys.modules]\n"
         "assert not loaded, loaded\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL, cwd=tmp_path)
 
 
 def test_an_analysis_imports_only_what_it_needs(tmp_path: Path) -> None:

@@ -189,7 +189,9 @@ class HangReport:
         self._reported: dict[Path, int] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="fsdp2prof-hangs", daemon=True)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread takes them
         self._thread.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def close(self) -> None:
         """Look no longer."""
@@ -197,9 +199,12 @@ class HangReport:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._over.wait(_LOOK_S):
-            if self._new():
-                self._report()
+        try:
+            while not self._over.wait(_LOOK_S):
+                if self._new():
+                    self._report()
+        except Exception as error:
+            self._told(f"hangs are no longer reported: {type(error).__name__}: {error}")
 
     def _new(self) -> dict[Path, int]:
         """Stacks of hung ranks that were not reported yet, with the times they were written."""

@@ -26,6 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "everything": {**_FEW, "watch": True, "hang_after": 600, "verify": True},
     "summary": {**_FEW, "summary": True, "max_trace_size": "1GB"},
     "again": {**_FEW, "every": 4, "on_demand": True, "signal": "USR1", "memory": False},
+    "api": {**_FEW, "summary": True, "watch": True},
     "try": {**_FEW, "trial": {"candidates": ["reshard=never", "forward_prefetch=1"], "steps": 12}},
 }
 CALLS = (1, 3)
@@ -123,7 +124,11 @@ def functions(
     **how: Any,
 ) -> list[dict[str, Any]]:
     """Break these calls of every function, in the first variant that enters it."""
-    given = [{"options": dict(VARIANTS[name]), "ending": end, **how} for end in endings for name in variants]
+    given = [
+        {"options": dict(VARIANTS[name]), "ending": end, "api": name == "api", **how}
+        for end in endings
+        for name in variants
+    ]
     for one in given:
         RecordOptions(**one["options"])
     folders = Injections(folder).run([{**one, "count": True} for one in given])

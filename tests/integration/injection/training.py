@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -37,6 +38,8 @@ import fsdp2prof
 BOOTSTRAP = Path(fsdp2prof.__file__).parent / "recorder" / "bootstrap"
 BOUNDARY = (
     "fsdp2prof.recorder.guard:",
+    *(f"fsdp2prof.recorder.api:Recorder.{name}" for name in ("__init__", "__enter__", "step", "__exit__")),
+    "fsdp2prof.recorder.api:_unless_refused",
     "fsdp2prof.storage_tracker:PlainOperators.__torch_dispatch__",
     "fsdp2prof.storage_tracker:_with_tensors",
     "fsdp2prof.storage_tracker:_positions_of_tensors",
@@ -193,7 +196,7 @@ def train(injection: dict[str, Any], rank: int, *, after_fork: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
-    ranks, ending = injection.get("ranks", 1), injection.get("ending", "returns")
+    ranks = injection.get("ranks", 1)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     store = dist.HashStore() if ranks == 1 else met(Path(injection["folder"], "port"), rank, ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
@@ -202,7 +205,26 @@ def train(injection: dict[str, Any], rank: int, *, after_fork: Any) -> None:
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    steps = injection.get("steps", STEPS)
+    with recorder_of(injection) as recorder:
+        train_steps(injection, model, optimizer, recorder, after_fork)
+    with torch.no_grad():
+        print("evaluated", model(torch.ones(1, 8)).sum().item().hex())
+    dist.destroy_process_group()
+
+
+def recorder_of(injection: dict[str, Any]) -> Any:
+    """The recorder that the script starts itself; where nothing records, what does nothing."""
+    if not injection.get("api"):
+        return nullcontext()
+    from fsdp2prof import Recorder
+
+    return Recorder(Path(injection["folder"], "run"), **injection["options"])
+
+
+def train_steps(
+    injection: dict[str, Any], model: nn.Module, optimizer: Any, recorder: Any, after_fork: Any
+) -> None:
+    steps, ending = injection.get("steps", STEPS), injection.get("ending", "returns")
     for step in range(steps):
         if step == 2:
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -221,10 +243,9 @@ def train(injection: dict[str, Any], rank: int, *, after_fork: Any) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if recorder is not None:
+            recorder.step()
         print(step, loss.item().hex())
-    with torch.no_grad():
-        print("evaluated", model(torch.ones(1, 8)).sum().item().hex())
-    dist.destroy_process_group()
 
 
 def met(file: Path, rank: int, ranks: int) -> Any:
@@ -281,7 +302,10 @@ def child(injection: dict[str, Any], rank: int) -> None:
             kill(*given)
 
     if injection.get("recorded", True):
-        begin_recording(injection, folder / "run", rank)
+        if injection.get("api"):
+            import_module("fsdp2prof.recorder.api")
+        else:
+            begin_recording(injection, folder / "run", rank)
         if "count" in injection:
             import atexit
 
