@@ -21,7 +21,7 @@ from fsdp2prof.errors import UsageError
 from fsdp2prof.results.communication import Attribution, GroupRow
 from fsdp2prof.results.memory import MemoryAnalysis, RankMemory
 from fsdp2prof.results.run import RunAnalysis
-from fsdp2prof.results.timeline import Focus, StepTimeline
+from fsdp2prof.results.step import Focus, StepTimeline
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.vocabulary import layer_name
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from fsdp2prof.tables import BoolArray, IntArray
+from fsdp2prof.tables.columns import BoolArray, IntArray
 
 _Integer = TypeVar("_Integer", bound=np.integer)
 

@@ -9,7 +9,8 @@ import numpy as np
 from fsdp2prof import backends
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.results.step import IncompleteStep
-from fsdp2prof.tables import BoolArray, CompactArray, EventTable, IntArray, StepTable, Strings, Table, Trace
+from fsdp2prof.tables.columns import BoolArray, CompactArray, IntArray, Strings, Table
+from fsdp2prof.tables.trace import EventTable, StepTable, Trace
 
 _MOST_MISSING = 0.01
 """Share of a step's launches, or a rank's, that may have no record: their numbers are right to that share."""

@@ -38,17 +38,8 @@ from fsdp2prof.labels import (
     parse_label,
     qualified_fqn,
 )
-from fsdp2prof.tables import (
-    NEVER,
-    BoolArray,
-    CompactArray,
-    IntArray,
-    LabelTable,
-    PhaseTable,
-    StepTable,
-    Strings,
-    concat_tables,
-)
+from fsdp2prof.tables.columns import NEVER, BoolArray, CompactArray, IntArray, Strings, concat_tables
+from fsdp2prof.tables.trace import LabelTable, PhaseTable, StepTable
 
 _TRANSFERS = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
 """Labels that a collective itself may carry, on the thread of the backend that carries it out."""

@@ -12,13 +12,12 @@ from math import prod
 import msgspec
 
 from fsdp2prof.analyzers.layers import fold_names
-from fsdp2prof.analyzers.ledger.machine import processor_use
+from fsdp2prof.analyzers.ledger.machine_rules import processor_use
 from fsdp2prof.analyzers.ledger.replayed import that_fit, with_room
 from fsdp2prof.analyzers.ledger.thresholds import cost_frac
 from fsdp2prof.analyzers.ledger.words import unrecorded_sentence
-from fsdp2prof.analyzers.means import known_sum
 from fsdp2prof.analyzers.memory.room import free_bytes, has_room, is_tight
-from fsdp2prof.analyzers.steps import unrecorded_step, waited_for
+from fsdp2prof.analyzers.steps import known_sum, unrecorded_step, waited_for
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import MeshInfo, ParamGroupInfo, RankManifest
 from fsdp2prof.results.finding import SEVERITIES, Finding

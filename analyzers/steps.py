@@ -3,7 +3,8 @@
 How long a step takes where nothing is recorded, and how many times as long tracing makes it.
 
 Tracing slows the host down, often by more than the training's own work takes: the step of a training is the
-unrecorded one, and the traced one shows what it is made of.
+unrecorded one, and the traced one shows what it is made of. Means over steps and ranks are exact integers
+where they can be, unknown where a part of them is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from fsdp2prof.manifest import StepInfo
 from fsdp2prof.results.communication import GroupRow
 from fsdp2prof.results.step import UnrecordedStep
 from fsdp2prof.results.trace import RankTrace
-from fsdp2prof.tables import IntArray, LabelTable, StepTable, Trace
+from fsdp2prof.tables.columns import IntArray
+from fsdp2prof.tables.trace import LabelTable, StepTable, Trace
 
 if TYPE_CHECKING:
     from fsdp2prof.results.run import StepTime
@@ -245,3 +247,29 @@ def added_ns(step: UnrecordedStep | None) -> float:
 def differs_traced(traced_ns: float, unrecorded_ns: float | None) -> bool:
     """Whether traced steps are longer or shorter than unrecorded ones by more than steps vary."""
     return unrecorded_ns is not None and not unrecorded_ns <= _APART * traced_ns <= _APART**2 * unrecorded_ns
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def mean(total: float, count: int) -> float:
+    """Return total / count, as an exact integer if it is one."""
+    return total // count if isinstance(total, int) and total % count == 0 else total / count
+
+
+def means(rows: Sequence[Mapping[str, int]]) -> dict[str, float]:
+    """Return the mean of each key over rows that all have it."""
+    return {key: mean(sum(row[key] for row in rows), len(rows)) for key in (rows[0] if rows else ())}
+
+
+def known_sum(values: Sequence[_Number | None]) -> _Number | None:
+    """Return the sum; None where one of the values is unknown."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def rate(pairs: Sequence[tuple[float | None, float | None]]) -> float | None:
+    """Return bytes over their time, for (bytes, rate) pairs; None if none is known."""
+    known = [(size, speed) for size, speed in pairs if size and speed]
+    time = sum(size / speed for size, speed in known)
+    return sum(size for size, _ in known) / time if time else None

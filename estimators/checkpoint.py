@@ -12,8 +12,13 @@ from fsdp2prof.estimators.config.optimizers import HeldOptimizer, OptimizerFacto
 from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
-from fsdp2prof.estimators.sharding.groups import ShardedParameter, freeze, parameter_groups
-from fsdp2prof.estimators.sharding.optimizer_state import optimizer_state_bytes, step_counter_bytes
+from fsdp2prof.estimators.sharding.groups import (
+    ShardedParameter,
+    freeze,
+    optimizer_state_bytes,
+    parameter_groups,
+    step_counter_bytes,
+)
 from fsdp2prof.estimators.techniques.registry import part_of
 from fsdp2prof.results.estimate import CheckpointEstimate
 from fsdp2prof.units import format_bytes, plural

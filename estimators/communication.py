@@ -27,7 +27,7 @@ from fsdp2prof.estimators.techniques.registry import check_parallelism, notes_of
 from fsdp2prof.estimators.techniques.weight_sync import WeightSyncSpec, weight_sync
 from fsdp2prof.estimators.timeline.capture import capture_stitched
 from fsdp2prof.estimators.timeline.costs import add_executed
-from fsdp2prof.estimators.traffic.parallel import (
+from fsdp2prof.estimators.traffic import (
     Ledger,
     add_parallel_traffic,
     counted_by_execution,

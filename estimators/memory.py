@@ -55,7 +55,8 @@ from fsdp2prof.estimators.verdict.memory_range import (
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
 from fsdp2prof.results.estimate import EstimatedModel, MemoryEstimate, PredictedPeak, PredictedStep, Unknown
 from fsdp2prof.results.peak import Remedy
-from fsdp2prof.tables import NEVER, AllocationTable, MemoryRecording
+from fsdp2prof.tables.allocations import AllocationTable, MemoryRecording
+from fsdp2prof.tables.columns import NEVER
 
 _NONE: Mapping[str, Any] = {}
 _ANY_DEVICE = "any GPU"

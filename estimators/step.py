@@ -43,7 +43,7 @@ from fsdp2prof.estimators.verdict.step_range import assumptions_of, range_of
 from fsdp2prof.results.estimate import EstimatedModel, HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.step import BreakdownNs, StepBreakdown
 from fsdp2prof.results.trace import TraceAnalysis
-from fsdp2prof.tables import Trace
+from fsdp2prof.tables.trace import Trace
 from fsdp2prof.units import format_frac, format_ns, plural
 from fsdp2prof.vocabulary import layer_name, op_label
 

@@ -1,7 +1,7 @@
 """The Python API: functions that turn a path into a result, and opened recordings.
 
 All names are available as ``fsdp2prof.NAME``. A result has the content of ``--format json``; it displays
-itself in a notebook and offers data frames and figures (:class:`~fsdp2prof.results.shown.Shown`).
+itself in a notebook and offers data frames and figures (:class:`~fsdp2prof.results.Shown`).
 """
 
 from __future__ import annotations

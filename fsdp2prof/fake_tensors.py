@@ -33,7 +33,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fsdp2prof.garbage import no_garbage_collection
+from fsdp2prof.worker_processes import no_garbage_collection
 
 HAS_FUSED_RMS_NORM = hasattr(torch.ops.aten, "_fused_rms_norm")
 """Whether the installed torch runs ``F.rms_norm`` as one kernel on CUDA."""

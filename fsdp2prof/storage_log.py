@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from fsdp2prof.labels import AUTOGRAD_NODE, RECOMPUTED
-from fsdp2prof.tables import NEVER, AllocationTable, IntArray, LabelTable, Stacks, Strings
+from fsdp2prof.tables.allocations import AllocationTable, Stacks
+from fsdp2prof.tables.columns import NEVER, IntArray, Strings
+from fsdp2prof.tables.trace import LabelTable
 
 _BACKWARD = f"{AUTOGRAD_NODE}: backward"
 """A backward pass goes by the name that autograd's own ranges have in a trace."""

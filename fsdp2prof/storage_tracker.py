@@ -41,14 +41,8 @@ from torch.autograd.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from fsdp2prof.storage_log import AllocationLog, LabelLog
-from fsdp2prof.tables import (
-    GIVEN,
-    BlockTable,
-    MemoryRecording,
-    OomTable,
-    SegmentTable,
-    StepTable,
-)
+from fsdp2prof.tables.allocations import GIVEN, BlockTable, MemoryRecording, OomTable, SegmentTable
+from fsdp2prof.tables.trace import StepTable
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What an operator is given: by position, by name."""

@@ -3,11 +3,12 @@
 A fork starts at once, but is safe only in a process without threads of its own, as the command line is (the
 threads of :func:`repeated` keep clear of forks); torch starts some. Elsewhere a child is a fresh interpreter
 that reads one pickled call and writes its result: ``multiprocessing``'s other methods import ``__main__``
-again, fatal for a script without a guard.
+again, fatal for a script without a guard. In either, :func:`no_garbage_collection` spares large tables.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -214,3 +215,15 @@ def _ends_with_its_parent() -> Iterator[None]:
         yield
     except (BrokenPipeError, ConnectionResetError):
         os._exit(1)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Keep the collector from walking millions of young objects again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -30,7 +30,7 @@ from fsdp2prof.analyzers.compare.times import (
     unrecorded_change,
     unrecorded_spread,
 )
-from fsdp2prof.analyzers.means import mean
+from fsdp2prof.analyzers.steps import mean
 from fsdp2prof.errors import InputError
 from fsdp2prof.results.comparison import (
     Baseline,

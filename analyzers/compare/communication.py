@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
-from fsdp2prof.analyzers.means import mean
-from fsdp2prof.analyzers.steps import window_count
+from fsdp2prof.analyzers.steps import mean, window_count
 from fsdp2prof.results.communication import GroupRow
 from fsdp2prof.results.comparison import CommChange, CommFigures
 from fsdp2prof.results.estimate import CommEstimate, CommRow

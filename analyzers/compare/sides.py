@@ -26,8 +26,7 @@ from fsdp2prof.analyzers.compare.times import (
     unrecorded_spread,
 )
 from fsdp2prof.analyzers.layers import family_name, fold_alike, in_phase, named_layer
-from fsdp2prof.analyzers.means import known_sum
-from fsdp2prof.analyzers.steps import unrecorded_step, waited_for
+from fsdp2prof.analyzers.steps import known_sum, unrecorded_step, waited_for
 from fsdp2prof.errors import InputError
 from fsdp2prof.results.comparison import (
     CommChange,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from statistics import median
 
-from fsdp2prof.analyzers.means import mean
+from fsdp2prof.analyzers.steps import mean
 from fsdp2prof.results.comparison import StepSpread, TimeChange
 from fsdp2prof.results.step import BreakdownNs, LayerPace, StepBreakdown, UnrecordedStep
 from fsdp2prof.results.trace import TraceAnalysis

@@ -22,7 +22,8 @@ from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.launches import host_launches
 from fsdp2prof.analyzers.steps import host_steps
 from fsdp2prof.errors import TraceError
-from fsdp2prof.tables import BoolArray, CompactArray, IntArray, Trace
+from fsdp2prof.tables.columns import BoolArray, CompactArray, IntArray
+from fsdp2prof.tables.trace import Trace
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -28,7 +28,7 @@ from fsdp2prof.results.hta import (
     StreamUse,
     TraceDiff,
 )
-from fsdp2prof.tables import Trace
+from fsdp2prof.tables.trace import Trace
 from fsdp2prof.units import format_count, format_frac, format_ns, plural
 from fsdp2prof.vocabulary import PATH_BOUNDS, STREAM_IDLE_CAUSES
 

@@ -9,19 +9,18 @@ from dataclasses import replace
 from fsdp2prof.analyzers.findings import declared
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
-from fsdp2prof.analyzers.ledger.fsdp_rules import enter_fsdp
+from fsdp2prof.analyzers.ledger.fsdp_rules import enter_fsdp, enter_links
 from fsdp2prof.analyzers.ledger.host_rules import (
     enter_host,
     enter_new_iterators,
     enter_optimizer,
     enter_tracing,
 )
-from fsdp2prof.analyzers.ledger.link_rules import enter_links
+from fsdp2prof.analyzers.ledger.machine_rules import enter_starved
 from fsdp2prof.analyzers.ledger.notes import notes
 from fsdp2prof.analyzers.ledger.other_rules import enter_other_communication, enter_saving
 from fsdp2prof.analyzers.ledger.rank_rules import enter_waits
 from fsdp2prof.analyzers.ledger.script_rules import enter_script, join_places
-from fsdp2prof.analyzers.ledger.starved_rules import enter_starved
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, cost_frac
 from fsdp2prof.analyzers.ledger.words import bound, collectives, not_judged
 from fsdp2prof.analyzers.ledger.work_rules import (
@@ -30,8 +29,7 @@ from fsdp2prof.analyzers.ledger.work_rules import (
     enter_untrained,
     enter_work,
 )
-from fsdp2prof.analyzers.means import mean
-from fsdp2prof.analyzers.steps import typical_ns
+from fsdp2prof.analyzers.steps import mean, typical_ns
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Finding
 from fsdp2prof.results.ledger import Ledger, LedgerEntry, LedgerRest, LedgerStep

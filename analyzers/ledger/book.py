@@ -12,8 +12,7 @@ from typing import Literal, cast
 from fsdp2prof.analyzers.findings import worded
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, severity_of, worth_telling
-from fsdp2prof.analyzers.means import mean
-from fsdp2prof.analyzers.steps import differs_traced, typical_ns, window_count
+from fsdp2prof.analyzers.steps import differs_traced, mean, typical_ns, window_count
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest
 from fsdp2prof.results.communication import GroupRow
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Place, Severity

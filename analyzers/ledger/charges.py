@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fsdp2prof.analyzers.ranks.stragglers import Lateness
-from fsdp2prof.tables import BoolArray, CollectiveTable, IntArray, Strings, Table
+from fsdp2prof.tables.columns import BoolArray, IntArray, Strings, Table
+from fsdp2prof.tables.trace import CollectiveTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

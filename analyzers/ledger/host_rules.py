@@ -11,7 +11,7 @@ from typing import Any
 from fsdp2prof.analyzers.layers import block_of, in_phase, named_layer, numbered, times
 from fsdp2prof.analyzers.ledger.book import ALL, Book, main_layer, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
-from fsdp2prof.analyzers.ledger.machine import waits_for_processors
+from fsdp2prof.analyzers.ledger.machine_rules import waits_for_processors
 from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
 from fsdp2prof.analyzers.steps import added_ns, are_unlike
 from fsdp2prof.backends import blocks_its_host

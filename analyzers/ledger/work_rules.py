@@ -9,13 +9,13 @@ from functools import partial
 from math import prod
 
 from fsdp2prof.analyzers.findings import listed
-from fsdp2prof.analyzers.kernel_names import SINGLE, moves_memory
 from fsdp2prof.analyzers.layers import named_layer
 from fsdp2prof.analyzers.ledger.book import ALL, Book, by_layer, main_layer, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.host_rules import RUNS_AUTOGRAD
 from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
 from fsdp2prof.analyzers.recorded_groups import untrained_units
+from fsdp2prof.backends import SINGLE_PRECISION, moves_memory
 from fsdp2prof.units import dtype_bytes, format_bytes, plural
 
 _GIGA = 1e9
@@ -303,7 +303,7 @@ def _of_kind(book: Book, kind: str, key: str, saved: float) -> None:
 
 
 def _without_tensor_cores(book: Book) -> None:
-    mine, part = _kernels(book, "float32", SINGLE.search)
+    mine, part = _kernels(book, "float32", SINGLE_PRECISION.search)
     gain = _gain_ns(book, mine, _TENSOR_CORES)
     if part < _MUCH and not _is_worth_it(book, gain):
         book.put_back(mine)

@@ -34,12 +34,9 @@ from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.finding import SEVERITIES, Finding
 from fsdp2prof.results.memory import MemoryAnalysis, MemoryFigures, PhaseSpan, RankMemory
 from fsdp2prof.results.peak import Fragmentation, OutOfMemory, Peak, PoolBytes, SegmentBytes
-from fsdp2prof.tables import (
-    BlockTable,
-    BoolArray,
-    MemoryRecording,
-    PhaseTable,
-)
+from fsdp2prof.tables.allocations import BlockTable, MemoryRecording
+from fsdp2prof.tables.columns import BoolArray
+from fsdp2prof.tables.trace import PhaseTable
 from fsdp2prof.units import format_bytes
 
 _SEGMENTS = 10

@@ -19,20 +19,9 @@ import numpy as np
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.phases import build_phases
 from fsdp2prof.labels import RECOMPUTED, is_root, parse_label, unqualified_fqn
-from fsdp2prof.tables import (
-    NEVER,
-    AllocationTable,
-    BoolArray,
-    IntArray,
-    LabelTable,
-    MemoryRecording,
-    PhaseTable,
-    Stacks,
-    StepTable,
-    Strings,
-    concat_strings,
-    concat_tables,
-)
+from fsdp2prof.tables.allocations import AllocationTable, MemoryRecording, Stacks
+from fsdp2prof.tables.columns import NEVER, BoolArray, IntArray, Strings, concat_strings, concat_tables
+from fsdp2prof.tables.trace import LabelTable, PhaseTable, StepTable
 from fsdp2prof.vocabulary import ACTIVITIES, PHASES
 
 _TAG = re.compile(

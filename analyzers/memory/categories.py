@@ -45,7 +45,8 @@ from fsdp2prof.analyzers.memory.attribution import Attributed
 from fsdp2prof.backends import blas_workspace_bytes
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.tables import GIVEN, NEVER, AllocationTable, BoolArray, IntArray, Strings
+from fsdp2prof.tables.allocations import GIVEN, AllocationTable
+from fsdp2prof.tables.columns import NEVER, BoolArray, IntArray, Strings
 from fsdp2prof.units import dtype_bytes
 from fsdp2prof.vocabulary import CATEGORIES
 

@@ -21,7 +21,9 @@ from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.finding import EvidenceValue, Finding, Severity
 from fsdp2prof.results.memory import RankMemory
 from fsdp2prof.results.peak import Peak
-from fsdp2prof.tables import NEVER, AllocationTable, BoolArray, Stacks, StepTable
+from fsdp2prof.tables.allocations import AllocationTable, Stacks
+from fsdp2prof.tables.columns import NEVER, BoolArray
+from fsdp2prof.tables.trace import StepTable
 from fsdp2prof.vocabulary import category_label, layer_name
 
 _FIRST_STEPS = 2

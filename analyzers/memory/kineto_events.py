@@ -23,21 +23,16 @@ from fsdp2prof.analyzers.steps import host_steps
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, phase_labels
 from fsdp2prof.labels import AUTOGRAD_NODE, parse_label
 from fsdp2prof.results.memory import AtPeak
-from fsdp2prof.tables import (
-    NEVER,
+from fsdp2prof.tables.allocations import (
     AllocationTable,
     BlockTable,
-    IntArray,
-    LabelTable,
-    MemoryEventTable,
     MemoryRecording,
     OomTable,
-    PhaseTable,
     SegmentTable,
     Stacks,
-    Strings,
-    Trace,
 )
+from fsdp2prof.tables.columns import NEVER, IntArray, Strings
+from fsdp2prof.tables.trace import LabelTable, MemoryEventTable, PhaseTable, Trace
 from fsdp2prof.vocabulary import layer_name
 
 _HOST = -1

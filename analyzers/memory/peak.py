@@ -24,7 +24,8 @@ from fsdp2prof.results.peak import (
     OtherPeak,
     Peak,
 )
-from fsdp2prof.tables import AllocationTable, IntArray, Stacks, Strings
+from fsdp2prof.tables.allocations import AllocationTable, Stacks
+from fsdp2prof.tables.columns import IntArray, Strings
 from fsdp2prof.vocabulary import CATEGORIES, layer_name
 
 _BLOCKS = 10

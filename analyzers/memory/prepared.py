@@ -25,17 +25,9 @@ import numpy as np
 from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.analyzers.memory.categories import categorize
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.tables import (
-    NEVER,
-    AllocationTable,
-    BlockTable,
-    BoolArray,
-    IntArray,
-    MemoryRecording,
-    PhaseTable,
-    SegmentTable,
-    StepTable,
-)
+from fsdp2prof.tables.allocations import AllocationTable, BlockTable, MemoryRecording, SegmentTable
+from fsdp2prof.tables.columns import NEVER, BoolArray, IntArray
+from fsdp2prof.tables.trace import PhaseTable, StepTable
 
 
 def running_total(alloc_order: IntArray, free_order: IntArray, size: IntArray, events: int) -> IntArray:

@@ -14,7 +14,8 @@ from fsdp2prof.analyzers.recorded_groups import forwards_of_a_backward
 from fsdp2prof.labels import is_root, qualified_fqn
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.peak import Remedy
-from fsdp2prof.tables import NEVER, AllocationTable, BoolArray, IntArray, Stacks
+from fsdp2prof.tables.allocations import AllocationTable, Stacks
+from fsdp2prof.tables.columns import NEVER, BoolArray, IntArray
 
 _CAST = re.compile(r"aten::(?:_to_copy|to_dtype|to_device|to\b|float)")
 _NUMBERED = re.compile(r"(.*?)\d+$")

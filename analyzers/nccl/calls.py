@@ -12,7 +12,7 @@ from fsdp2prof.analyzers.nccl.layers import Layers
 from fsdp2prof.analyzers.trace.collective_names import wire_bytes
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.nccl import NcclCollective
-from fsdp2prof.tables import BoolArray, IntArray, Strings, concat_tables
+from fsdp2prof.tables.columns import BoolArray, IntArray, Strings, concat_tables
 from fsdp2prof.tables.nccl import InspectedCalls, InspectedCommunicator, InspectedProcess
 
 

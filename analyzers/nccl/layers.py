@@ -16,7 +16,7 @@ import numpy as np
 
 from fsdp2prof.analyzers.recorded_groups import Due, has_several_roots, step_cycles
 from fsdp2prof.manifest import ProcessGroupInfo, RankManifest
-from fsdp2prof.tables import IntArray
+from fsdp2prof.tables.columns import IntArray
 from fsdp2prof.tables.nccl import InspectedCalls, InspectedCommunicator, InspectedProcess
 
 _Layer: TypeAlias = tuple[str | None, str | None]

@@ -26,7 +26,8 @@ from fsdp2prof.analyzers.ranks.matching import Matched, match_collectives
 from fsdp2prof.analyzers.ranks.stragglers import Lateness
 from fsdp2prof.analyzers.ranks.summary import RankSummary
 from fsdp2prof.results.communication import CrossRank, CrossRankGroup
-from fsdp2prof.tables import BoolArray, CollectiveTable, IntArray, concat_strings
+from fsdp2prof.tables.columns import BoolArray, IntArray, concat_strings
+from fsdp2prof.tables.trace import CollectiveTable
 from fsdp2prof.vocabulary import op_label
 
 _LEAVE_TOGETHER = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})

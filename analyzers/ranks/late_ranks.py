@@ -23,7 +23,7 @@ from fsdp2prof.analyzers.ranks.matching import Matched
 from fsdp2prof.analyzers.ranks.stragglers import Caused
 from fsdp2prof.analyzers.ranks.summary import RankSummary
 from fsdp2prof.results.communication import LateRank, LateRanks
-from fsdp2prof.tables import BoolArray, IntArray
+from fsdp2prof.tables.columns import BoolArray, IntArray
 
 _CLEARLY = 2
 """How many times as long the others wait for a late rank as it waits for them."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.ranks.summary import RankSummary
-from fsdp2prof.tables import BoolArray, IntArray, Strings, concat_strings
+from fsdp2prof.tables.columns import BoolArray, IntArray, Strings, concat_strings
 
 _KEYS = ("comms_id", "seq", "order")
 

@@ -18,7 +18,8 @@ from fsdp2prof.analyzers.ranks.matching import Matched
 from fsdp2prof.analyzers.ranks.summary import GARBAGE, RankSummary
 from fsdp2prof.backends import kernel_name
 from fsdp2prof.results.communication import Straggler
-from fsdp2prof.tables import CollectiveTable, IntArray
+from fsdp2prof.tables.columns import IntArray
+from fsdp2prof.tables.trace import CollectiveTable
 
 _RANKS = 10
 """Late ranks that are explained, the costliest first."""

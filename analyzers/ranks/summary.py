@@ -15,7 +15,8 @@ import numpy as np
 
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
-from fsdp2prof.tables import BoolArray, CollectiveTable, IntArray, Strings, Table
+from fsdp2prof.tables.columns import BoolArray, IntArray, Strings, Table
+from fsdp2prof.tables.trace import CollectiveTable
 
 GARBAGE = "garbage collection"
 """In place of a line: most of the gap was that."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from fsdp2prof.errors import UsageError
 from fsdp2prof.results.mesh import MeshDimension, MeshGroup, MeshMap, MeshRank
-from fsdp2prof.tables import IntArray
+from fsdp2prof.tables.columns import IntArray
 from fsdp2prof.units import plural
 
 CARRIES = {

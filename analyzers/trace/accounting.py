@@ -23,16 +23,8 @@ from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.trace.collective_names import gloo_ranges
 from fsdp2prof.analyzers.trace.collectives import Collectives
 from fsdp2prof.results.step import BreakdownNs, StepBreakdown
-from fsdp2prof.tables import (
-    BoolArray,
-    CompactArray,
-    EventTable,
-    IntArray,
-    PhaseTable,
-    StepTable,
-    Table,
-    Trace,
-)
+from fsdp2prof.tables.columns import BoolArray, CompactArray, IntArray, Table
+from fsdp2prof.tables.trace import EventTable, PhaseTable, StepTable, Trace
 
 _NOT_WORK = ("autograd::", "c10d::", "c10d_functional", "_c10d_functional", "record_param_comms")
 """Wrappers of other operators, and operators that issue a collective or block until one ends."""

@@ -18,11 +18,10 @@ import numpy as np
 from fsdp2prof.analyzers.ledger.account import with_ledger
 from fsdp2prof.analyzers.ledger.charges import RankCharges, settle
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds
-from fsdp2prof.analyzers.means import mean
 from fsdp2prof.analyzers.ranks import comparison as ranks
 from fsdp2prof.analyzers.ranks import summary as rank_summary
 from fsdp2prof.analyzers.ranks.summary import DeviceWork, RankSummary
-from fsdp2prof.analyzers.steps import Window, unrecorded_step, waited_for, window_count
+from fsdp2prof.analyzers.steps import Window, mean, unrecorded_step, waited_for, window_count
 from fsdp2prof.analyzers.trace import by_layer
 from fsdp2prof.analyzers.trace.accounting import breakdown, step_flops, step_work
 from fsdp2prof.analyzers.trace.charges import rank_charges
@@ -46,7 +45,8 @@ from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.communication import Attribution, BandwidthRow, CrossRank, GroupRow, PrefetchRow
 from fsdp2prof.results.step import StepBreakdown, Throughput, UnrecordedStep
 from fsdp2prof.results.trace import HostSyncRow, RankTrace, TraceAnalysis
-from fsdp2prof.tables import BoolArray, CollectiveTable, IntArray, Trace, concat_strings, concat_tables
+from fsdp2prof.tables.columns import BoolArray, IntArray, concat_strings, concat_tables
+from fsdp2prof.tables.trace import CollectiveTable, Trace
 
 _NS = 1e9
 

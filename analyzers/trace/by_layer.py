@@ -18,8 +18,7 @@ import numpy as np
 
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.layers import family_name, fold_alike, natural_key
-from fsdp2prof.analyzers.means import known_sum, mean, rate
-from fsdp2prof.analyzers.steps import kinds_of_steps
+from fsdp2prof.analyzers.steps import kinds_of_steps, known_sum, mean, rate
 from fsdp2prof.analyzers.trace.accounting import Exposure, Timeline
 from fsdp2prof.analyzers.trace.collectives import Collectives
 from fsdp2prof.analyzers.trace.waits import WaitTable
@@ -33,7 +32,8 @@ from fsdp2prof.results.communication import (
     PrefetchRow,
 )
 from fsdp2prof.results.trace import RankTrace
-from fsdp2prof.tables import IntArray, StepTable
+from fsdp2prof.tables.columns import IntArray
+from fsdp2prof.tables.trace import StepTable
 from fsdp2prof.vocabulary import PHASES, layer_name
 
 _NS = 10**9

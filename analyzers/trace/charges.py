@@ -14,7 +14,6 @@ import numpy.typing as npt
 from fsdp2prof import backends
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
-from fsdp2prof.analyzers.kernel_names import KINDS
 from fsdp2prof.analyzers.ledger.charges import Charge, CollectivePieces, RankCharges
 from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.recorded_groups import untrained_units
@@ -46,8 +45,8 @@ from fsdp2prof.analyzers.trace.script import (
 )
 from fsdp2prof.analyzers.trace.spans import loading_rows
 from fsdp2prof.analyzers.trace.waits import charging_order
-from fsdp2prof.backends import kernel_name
-from fsdp2prof.tables import BoolArray, IntArray, Strings
+from fsdp2prof.backends import KERNEL_KINDS, kernel_name
+from fsdp2prof.tables.columns import BoolArray, IntArray, Strings
 
 _IDLE = {
     "host_bound": "host",
@@ -235,7 +234,7 @@ class _Charging:
         # The line of a long operator on a CPU was seen during it, not as it began.
         issued = work.launch_ns[row] if len(tables.device) else (start + end) // 2
         kinds = kinds_of_compute(tables, work) if kind == "compute" else np.full(len(work), -1)
-        named = np.isin(kinds, [KINDS.index(kind) for kind in _WITH_A_LINE])
+        named = np.isin(kinds, [KERNEL_KINDS.index(kind) for kind in _WITH_A_LINE])
         why, site, sites = self._script.at(
             issued, outside[row], looped=not len(tables.device), named=named[row]
         )

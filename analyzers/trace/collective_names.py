@@ -14,7 +14,8 @@ import numpy as np
 from fsdp2prof import backends
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.phases import transfer_rows
-from fsdp2prof.tables import IntArray, Strings, Trace
+from fsdp2prof.tables.columns import IntArray, Strings
+from fsdp2prof.tables.trace import Trace
 
 _FUNCTIONS = {
     "NVSHMEM, rocSHMEM": r"nvshmem|rocshmem",

@@ -25,16 +25,8 @@ from fsdp2prof.analyzers.trace.collective_names import (
     wire_bytes,
 )
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.tables import (
-    BoolArray,
-    CollectiveTable,
-    IntArray,
-    PhaseTable,
-    StepTable,
-    Strings,
-    Trace,
-    concat_strings,
-)
+from fsdp2prof.tables.columns import BoolArray, IntArray, Strings, concat_strings
+from fsdp2prof.tables.trace import CollectiveTable, PhaseTable, StepTable, Trace
 
 
 def rehearsed_issuers(trace: Trace) -> tuple[IntArray, IntArray]:

@@ -23,7 +23,8 @@ from fsdp2prof.analyzers.trace.accounting import PRODUCTS
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.labels import is_root, parse_label
 from fsdp2prof.results.step import LayerPace
-from fsdp2prof.tables import BoolArray, IntArray, LabelTable
+from fsdp2prof.tables.columns import BoolArray, IntArray
+from fsdp2prof.tables.trace import LabelTable
 
 _NODE = "RegisterPostBackwardFunction"
 """Node of autograd that FSDP2 adds to the inputs of a unit which needs gradients."""

@@ -12,12 +12,13 @@ from fsdp2prof import backends
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.analyzers.launches import runtime_calls
-from fsdp2prof.analyzers.means import mean
 from fsdp2prof.analyzers.phases import find_rows
+from fsdp2prof.analyzers.steps import mean
 from fsdp2prof.analyzers.trace.rank_tables import Lines, RankTables
 from fsdp2prof.analyzers.trace.spans import loading
 from fsdp2prof.results.trace import HostSyncPlace, HostSyncRow
-from fsdp2prof.tables import IntArray, PhaseTable, StepTable, Trace
+from fsdp2prof.tables.columns import IntArray
+from fsdp2prof.tables.trace import PhaseTable, StepTable, Trace
 
 
 def idle_causes(tables: RankTables) -> list[dict[str, int]]:

@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
-from fsdp2prof.analyzers.kernel_names import KINDS, NAMES, PRODUCT_KERNEL, moves_memory
 from fsdp2prof.analyzers.trace.accounting import PRODUCTS, WorkTable, outermost
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
-from fsdp2prof.tables import BoolArray, IntArray
+from fsdp2prof.backends import KERNEL_KINDS, KERNEL_PATTERNS, PRODUCT_KERNEL, moves_memory
+from fsdp2prof.tables.columns import BoolArray, IntArray
 
 _AROUND = {"aten::_softmax": 1, "aten::_softmax_backward_data": 2}
 """Softmax operator -> number of matrix products on each side that belong to the same attention."""
@@ -33,21 +33,21 @@ _LEAST = 64
 
 
 def kinds_of_compute(tables: RankTables, work: WorkTable) -> IntArray:
-    """Return the position in ``KINDS`` of each activity, an operator or a kernel; -1 for all others."""
+    """Return the position in ``KERNEL_KINDS`` of each activity, -1 for all others."""
     names = tables.trace.events.name.take(work.event)
     found = np.full(len(work), -1, dtype=np.int64)
     products = names.matches(lambda name: name in PRODUCTS or PRODUCT_KERNEL.search(name) is not None)
     update = tables.phases.phase.lookup(work.phase_row).equals("optimizer")
-    found[products & update] = KINDS.index("update")
+    found[products & update] = KERNEL_KINDS.index("update")
     if len(tables.device):
-        found[names.matches(moves_memory)] = KINDS.index("memory")
-        found[_with_scores(tables, work)] = KINDS.index("scores")
-    found[_of_slices(tables, work)] = KINDS.index("sliced")
+        found[names.matches(moves_memory)] = KERNEL_KINDS.index("memory")
+        found[_with_scores(tables, work)] = KERNEL_KINDS.index("scores")
+    found[_of_slices(tables, work)] = KERNEL_KINDS.index("sliced")
     if len(tables.device):
-        for kind, pattern in NAMES.items():
-            found[names.matches(partial(_matches, pattern))] = KINDS.index(kind)
-    found[_in_double(tables, work)] = KINDS.index("float64")
-    found[_with_one_hot(tables, work)] = KINDS.index("one_hot")
+        for kind, pattern in KERNEL_PATTERNS.items():
+            found[names.matches(partial(_matches, pattern))] = KERNEL_KINDS.index(kind)
+    found[_in_double(tables, work)] = KERNEL_KINDS.index("float64")
+    found[_with_one_hot(tables, work)] = KERNEL_KINDS.index("one_hot")
     return found
 
 

@@ -18,13 +18,14 @@ import msgspec
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
-from fsdp2prof.analyzers.means import mean
+from fsdp2prof.analyzers.steps import mean
 from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS, operations
 from fsdp2prof.analyzers.trace.collective_names import dtype_name
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.backends import kernel_name
 from fsdp2prof.results.trace import KernelRow, OperatorRow
-from fsdp2prof.tables import IntArray, Trace
+from fsdp2prof.tables.columns import IntArray
+from fsdp2prof.tables.trace import Trace
 from fsdp2prof.units import dtype_bytes
 
 _SHOWN = 60

@@ -22,7 +22,8 @@ import numpy as np
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.results.communication import LateCause, PrefetchRow
-from fsdp2prof.tables import BoolArray, CollectiveTable, IntArray, Table
+from fsdp2prof.tables.columns import BoolArray, IntArray, Table
+from fsdp2prof.tables.trace import CollectiveTable
 
 _ENOUGH = 3
 """Collectives of a kind that make a median."""

@@ -11,7 +11,7 @@ import numpy as np
 from fsdp2prof.analyzers.trace.collective_names import itemsize
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import ParamGroupInfo, ProcessGroupInfo, RankManifest
-from fsdp2prof.tables import IntArray, Strings
+from fsdp2prof.tables.columns import IntArray, Strings
 
 _GLOO_THREADS = 2
 """Threads of a process group, unless it was given another number (``ProcessGroupGloo::Options``)."""

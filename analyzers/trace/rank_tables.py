@@ -44,16 +44,8 @@ from fsdp2prof.backends import kernel_name
 from fsdp2prof.labels import AUTOGRAD_NODE
 from fsdp2prof.manifest import HostSpan, HostStep, RankManifest
 from fsdp2prof.results.step import IncompleteStep
-from fsdp2prof.tables import (
-    BoolArray,
-    IntArray,
-    LabelTable,
-    PhaseTable,
-    StepTable,
-    Strings,
-    Trace,
-    concat_tables,
-)
+from fsdp2prof.tables.columns import BoolArray, IntArray, Strings, concat_tables
+from fsdp2prof.tables.trace import LabelTable, PhaseTable, StepTable, Trace
 from fsdp2prof.units import format_ns
 from fsdp2prof.vocabulary import printable
 

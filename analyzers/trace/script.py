@@ -18,25 +18,25 @@ from functools import cached_property
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
-from fsdp2prof.analyzers.kernel_names import KINDS
 from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS, outermost
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.analyzers.trace.spans import loading, loading_rows
+from fsdp2prof.backends import KERNEL_KINDS
 from fsdp2prof.labels import qualified_fqn
-from fsdp2prof.tables import BoolArray, IntArray, Strings, Table
+from fsdp2prof.tables.columns import BoolArray, IntArray, Strings, Table
 
 LOOK_NS = 5_000_000
 """The recorder's time between two looks."""
 _NEAR_NS = 4 * LOOK_NS
 """Time from the nearest look beyond which it says nothing: a busy machine delays looks."""
 _LOOP, _OUTSIDE = 1, 2
-WHY = (None, "loop", "outside", "outside_loop", *KINDS, "fsdp", "untrained", "in_front", "loading")
+WHY = (None, "loop", "outside", "outside_loop", *KERNEL_KINDS, "fsdp", "untrained", "in_front", "loading")
 """Reason of work's time: a loop of small operators, work outside training, a kind of compute, FSDP's own
 work on the host, backward of a unit that no optimizer updates, a copy before other copies, or creating a
 batch."""
 FIRST_KIND, OF_FSDP, UNTRAINED, IN_FRONT, LOADING = (
-    WHY.index(why) for why in (KINDS[0], "fsdp", "untrained", "in_front", "loading")
+    WHY.index(why) for why in (KERNEL_KINDS[0], "fsdp", "untrained", "in_front", "loading")
 )
 ANOMALY = "anomaly"
 ONE_BY_ONE = "one_by_one"

@@ -17,7 +17,8 @@ from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.analyzers.steps import STEP_LABEL
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.backends import kernel_name
-from fsdp2prof.tables import BoolArray, IntArray, PhaseTable, Strings, Table, Trace, concat_tables
+from fsdp2prof.tables.columns import BoolArray, IntArray, Strings, Table, concat_tables
+from fsdp2prof.tables.trace import PhaseTable, Trace
 from fsdp2prof.vocabulary import LANES
 
 NEXT_BATCH = "enumerate(DataLoader)#"

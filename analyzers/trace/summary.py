@@ -18,8 +18,7 @@ import numpy as np
 from fsdp2prof.analyzers.layers import named_layer, natural_key
 from fsdp2prof.analyzers.ledger.account import with_ledger
 from fsdp2prof.analyzers.ledger.words import trace_advice, trace_verdict
-from fsdp2prof.analyzers.means import mean, means
-from fsdp2prof.analyzers.steps import window_count
+from fsdp2prof.analyzers.steps import mean, means, window_count
 from fsdp2prof.analyzers.trace.by_layer import (
     arrivals,
     fold,

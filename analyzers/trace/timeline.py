@@ -14,8 +14,8 @@ from fsdp2prof.analyzers.ranks.summary import RankSummary
 from fsdp2prof.analyzers.trace.prefetch import AwaitedTable
 from fsdp2prof.analyzers.trace.spans import RankSpans, SpanTable, fold
 from fsdp2prof.results.communication import PrefetchRow
-from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane, TimelineStall
-from fsdp2prof.tables import IntArray
+from fsdp2prof.results.step import RankTimeline, StepTimeline, TimelineLane, TimelineStall
+from fsdp2prof.tables.columns import IntArray
 from fsdp2prof.vocabulary import LANES
 
 _RANKS = 64

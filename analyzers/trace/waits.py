@@ -14,7 +14,8 @@ import numpy as np
 from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.trace.accounting import WorkTable
 from fsdp2prof.analyzers.trace.collectives import Collectives
-from fsdp2prof.tables import NEVER, CollectiveTable, IntArray, PhaseTable, Table, Trace
+from fsdp2prof.tables.columns import NEVER, IntArray, Table
+from fsdp2prof.tables.trace import CollectiveTable, PhaseTable, Trace
 
 _NOTHING_HELD = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 

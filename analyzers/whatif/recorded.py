@@ -20,7 +20,7 @@ from fsdp2prof.analyzers.trace.spans import loading_rows
 from fsdp2prof.analyzers.trace.waits import compute_stream
 from fsdp2prof.analyzers.whatif.program import Activity, Job, Point, RankProgram, Role
 from fsdp2prof.labels import parse_label
-from fsdp2prof.tables import IntArray
+from fsdp2prof.tables.columns import IntArray
 
 _STEP = "ProfilerStep#"
 

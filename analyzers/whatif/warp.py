@@ -13,7 +13,8 @@ import numpy as np
 
 from fsdp2prof.analyzers.trace.collective_names import gloo_ranges
 from fsdp2prof.analyzers.whatif.run import RankRun
-from fsdp2prof.tables import BoolArray, EventTable, IntArray, LabelTable, Strings, Trace
+from fsdp2prof.tables.columns import BoolArray, IntArray, Strings
+from fsdp2prof.tables.trace import EventTable, LabelTable, Trace
 
 
 def replayed_trace(trace: Trace, ran: RankRun) -> Trace:

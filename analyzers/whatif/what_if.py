@@ -28,14 +28,13 @@ from fsdp2prof.analyzers.whatif.changes import (
 from fsdp2prof.analyzers.whatif.program import RankProgram
 from fsdp2prof.analyzers.whatif.recorded import job_of
 from fsdp2prof.analyzers.whatif.run import Pace, Ran, mean_step_ns, mean_steps_ns, prepare, run
-from fsdp2prof.analyzers.whatif.warp import replayed_trace
 from fsdp2prof.errors import InputError
-from fsdp2prof.garbage import no_garbage_collection
 from fsdp2prof.results.communication import LayerRow
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.results.what_if import WhatIf, WhatIfChange, WhatIfLayer
 from fsdp2prof.units import format_bytes, format_frac, format_ns
 from fsdp2prof.vocabulary import layer_name, op_label
+from fsdp2prof.worker_processes import no_garbage_collection
 
 _ASSUMPTIONS = (
     "recorded durations are unchanged: kernels, host work, transfers from the arrival of the "
@@ -244,6 +243,8 @@ def _row(
 
 
 def _after(ranks: Sequence[RecordedRank], made: tuple[Changed, Ran]) -> TraceAnalysis:
+    from fsdp2prof.analyzers.whatif.warp import replayed_trace  # of the one change that is shown by layer
+
     changed, ran = made
     kept = changed.pace.waits_for
     by_rank = {one.program.rank: one for one in ran.ranks}

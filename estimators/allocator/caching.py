@@ -18,15 +18,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fsdp2prof.tables import (
-    NEVER,
-    AllocationTable,
-    BlockTable,
-    IntArray,
-    MemoryRecording,
-    SegmentTable,
-    Strings,
-)
+from fsdp2prof.tables.allocations import AllocationTable, BlockTable, MemoryRecording, SegmentTable
+from fsdp2prof.tables.columns import NEVER, IntArray, Strings
 
 MIN_BLOCK_BYTES = 512
 SMALL_BYTES = 1 << 20

@@ -29,16 +29,9 @@ from fsdp2prof.analyzers.memory.attribution import Attributed, attribute
 from fsdp2prof.backends import blas_workspace_bytes
 from fsdp2prof.estimators.torch_rules import TorchRules
 from fsdp2prof.labels import AUTOGRAD_NODE, RECOMPUTED
-from fsdp2prof.tables import (
-    NEVER,
-    AllocationTable,
-    BoolArray,
-    IntArray,
-    LabelTable,
-    MemoryRecording,
-    Strings,
-    concat_tables,
-)
+from fsdp2prof.tables.allocations import AllocationTable, MemoryRecording
+from fsdp2prof.tables.columns import NEVER, BoolArray, IntArray, Strings, concat_tables
+from fsdp2prof.tables.trace import LabelTable
 
 BLAS_WORKSPACE_BYTES = blas_workspace_bytes("9.0")
 """Of Hopper and newer."""

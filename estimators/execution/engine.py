@@ -69,7 +69,7 @@ from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import TensorInfo
 from fsdp2prof.storage_tracker import StorageTracker
-from fsdp2prof.tables import MemoryRecording
+from fsdp2prof.tables.allocations import MemoryRecording
 
 
 def attention_kernel(policy: PolicySpec) -> AbstractContextManager[object]:

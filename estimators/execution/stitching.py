@@ -40,7 +40,9 @@ from fsdp2prof.estimators.simulate.extend import (
 from fsdp2prof.estimators.techniques.registry import part_of
 from fsdp2prof.labels import parse_label
 from fsdp2prof.manifest import TensorInfo
-from fsdp2prof.tables import NEVER, AllocationTable, IntArray, LabelTable, MemoryRecording, Strings
+from fsdp2prof.tables.allocations import AllocationTable, MemoryRecording
+from fsdp2prof.tables.columns import NEVER, IntArray, Strings
+from fsdp2prof.tables.trace import LabelTable
 
 _TICK_NS = 1000
 _EDGE_BLOCKS = 3

@@ -13,7 +13,7 @@ from fsdp2prof.analyzers.recorded_groups import recorded_groups, scheduled_group
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication_summary import summarise
 from fsdp2prof.estimators.description import policy_as_recorded
-from fsdp2prof.estimators.traffic.parallel import Ledger
+from fsdp2prof.estimators.traffic import Ledger
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest, RootInfo
 from fsdp2prof.results.estimate import CommEstimate, EstimatedMesh, EstimatedModel
 from fsdp2prof.schedule import AllReduce, Axis, ScheduledGroup, Sync, steady_step

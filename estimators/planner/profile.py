@@ -44,7 +44,7 @@ from fsdp2prof.estimators.step import program_of
 from fsdp2prof.estimators.techniques.registry import part_of
 from fsdp2prof.estimators.timeline.capture import execute_and_capture
 from fsdp2prof.estimators.timeline.costs import HostPace
-from fsdp2prof.tables import BoolArray, IntArray
+from fsdp2prof.tables.columns import BoolArray, IntArray
 
 Shapes: TypeAlias = tuple[Shape, ...]
 """Shapes of parameters."""

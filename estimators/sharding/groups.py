@@ -1,4 +1,4 @@
-"""Which parameters FSDP gathers together, and how many bytes each shard holds.
+"""Which parameters FSDP gathers together, how many bytes each shard holds, and its optimizer state.
 
 :func:`parameter_groups` derives from the ``fully_shard`` calls of a policy, which the execution engine makes,
 the groups FSDP would form, without executing anything.
@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 from fsdp2prof.analyzers.sharding.layout import chunk_rows, rows_of_shard
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.mesh import MeshSpec
-from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.config.optimizers import HeldOptimizer, OptimizerFactory, OptimizerKind
+from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.models.low_precision import is_in_float8
 from fsdp2prof.estimators.models.model import ADAPTERS, Model
 from fsdp2prof.estimators.sharding.wrapping import WrapUnit, wrap_units
@@ -262,3 +264,23 @@ def _product(sizes: Iterable[int]) -> int:
     for size in sizes:
         total *= size
     return total
+
+
+def optimizer_state_bytes(policy: PolicySpec, shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes of state for one parameter of ``shape`` (whole or a shard), without its step counter.
+
+    Raises ``ModelError`` for optimizers whose state can only be found by running them.
+    """
+    kind = policy.optimizer_kind
+    if isinstance(kind, OptimizerFactory):
+        raise ModelError(f"optimizer {kind.source}: its state is known by running it alone")
+    if isinstance(kind, HeldOptimizer):
+        return sum(elements * dtype_bytes(held) for _, elements, held in kind.held.of(prod(shape), dtype))
+    return 0 if kind is None else len(kind.state) * prod(shape) * dtype_bytes(dtype)
+
+
+def step_counter_bytes(policy: PolicySpec) -> int:
+    """Bytes of the step counter of one parameter: fp32, replicated on every rank."""
+    kind = policy.optimizer_kind
+    counts = isinstance(kind, HeldOptimizer) or (isinstance(kind, OptimizerKind) and kind.counts_steps)
+    return dtype_bytes("float32") if counts else 0

@@ -15,7 +15,7 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.simulate.program import Program, ends_of_backward
 from fsdp2prof.estimators.simulate.streams import Timeline
-from fsdp2prof.tables import IntArray
+from fsdp2prof.tables.columns import IntArray
 
 CAPTURED_MICRO_BATCHES = 3
 """Most that are executed without a pipeline, for memory as for time: the first, one between, the last."""

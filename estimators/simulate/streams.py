@@ -27,7 +27,7 @@ from fsdp2prof.estimators.simulate.program import (
     Record,
     Wait,
 )
-from fsdp2prof.tables import IntArray
+from fsdp2prof.tables.columns import IntArray
 
 _FULL = 1_000_000
 """Speed of an undisturbed activity, in units of work per nanosecond."""

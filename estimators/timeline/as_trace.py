@@ -12,15 +12,8 @@ import numpy as np
 from fsdp2prof.estimators.simulate.program import Collective, Enter, HostWait, Kernel, Leave, Program, Work
 from fsdp2prof.estimators.simulate.streams import Timeline
 from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
-from fsdp2prof.tables import (
-    CollectiveArgs,
-    EventTable,
-    LabelTable,
-    MemoryEventTable,
-    ShapeTable,
-    Strings,
-    Trace,
-)
+from fsdp2prof.tables.columns import Strings
+from fsdp2prof.tables.trace import CollectiveArgs, EventTable, LabelTable, MemoryEventTable, ShapeTable, Trace
 
 STEP = 1
 """Number of the one step in a predicted trace."""

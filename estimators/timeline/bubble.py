@@ -13,7 +13,7 @@ from fsdp2prof.estimators.simulate.program import Kernel, Program, ends_of_backw
 from fsdp2prof.estimators.simulate.streams import Timeline
 from fsdp2prof.estimators.techniques.pipeline_order import Kind, enough_micro_batches, order_of, waiting_ns
 from fsdp2prof.labels import PIPELINE_ACTION
-from fsdp2prof.tables import IntArray
+from fsdp2prof.tables.columns import IntArray
 
 _ACTION = re.compile(rf"{re.escape(PIPELINE_ACTION)}\d+([FBIW])\d+")
 _ONLY_OF_WHOLE = ("aten::add_", "aten::embedding_dense_backward")

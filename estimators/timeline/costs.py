@@ -37,10 +37,11 @@ from fsdp2prof.estimators.simulate.program import (
     Work,
     labelled,
 )
-from fsdp2prof.estimators.traffic.parallel import Ledger
+from fsdp2prof.estimators.traffic import Ledger
 from fsdp2prof.labels import AUTOGRAD_NODE
 from fsdp2prof.schedule import Axis
-from fsdp2prof.tables import LabelTable, StepTable, Strings
+from fsdp2prof.tables.columns import Strings
+from fsdp2prof.tables.trace import LabelTable, StepTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ from fsdp2prof.estimators.simulate.program import (
 )
 from fsdp2prof.estimators.simulate.streams import Timeline
 from fsdp2prof.estimators.timeline.as_trace import STEP, Rows, groups_of, inputs_of, metadata_of, table_of
-from fsdp2prof.tables import Trace
+from fsdp2prof.tables.trace import Trace
 
 _ISSUES = {
     "all_gather": "c10d::_allgather_base_",

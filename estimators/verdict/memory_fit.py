@@ -13,8 +13,7 @@ from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.optimizers import OptimizerFactory
 from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
-from fsdp2prof.estimators.sharding.groups import ParameterGroup, ShardedParameter
-from fsdp2prof.estimators.sharding.optimizer_state import optimizer_state_bytes
+from fsdp2prof.estimators.sharding.groups import ParameterGroup, ShardedParameter, optimizer_state_bytes
 from fsdp2prof.estimators.verdict.memory_range import (
     MEASURED,
     NOT_DECIDING,

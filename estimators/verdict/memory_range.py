@@ -11,7 +11,7 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.shares import range_end
 from fsdp2prof.results.estimate import Unknown
-from fsdp2prof.tables import MemoryRecording
+from fsdp2prof.tables.allocations import MemoryRecording
 from fsdp2prof.units import format_bytes
 
 RECORD_STREAMS = "record_streams"

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp2prof.commands.gate import Gate, fail_on_option
 from fsdp2prof.commands.help import ANALYSIS, INPUT, SHOWN_PART, Group, gathered, with_options
 from fsdp2prof.commands.options import InputPath, JobChoice, job_options, numbers_option, one_of, refuse_given
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.commands.trace_options import (
     WHOLE_ANALYSIS,
+    Gate,
     cluster_option,
     cluster_options,
+    fail_on_option,
     refuse_without_traces,
     trace_options,
 )
@@ -48,7 +49,7 @@ class View:
         if self.layers is None and self.ranks is None and self.steps is None:
             return result
         from fsdp2prof.analyzers.focus import focus_on
-        from fsdp2prof.results.timeline import Focus
+        from fsdp2prof.results.step import Focus
 
         focus = Focus(layers=self.layers, ranks=self.ranks, steps=self.steps)
         return focus_on(result, focus) if str(focus) else result

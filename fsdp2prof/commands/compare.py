@@ -6,11 +6,10 @@ from pathlib import Path
 
 import click
 
-from fsdp2prof.commands.gate import Gate, fail_on_option
 from fsdp2prof.commands.help import OUTPUT, Command
 from fsdp2prof.commands.options import InputPath, JobChoice, job_options, numbers_option, refuse_given
 from fsdp2prof.commands.output import Output, output_options
-from fsdp2prof.commands.trace_options import cluster_option
+from fsdp2prof.commands.trace_options import Gate, cluster_option, fail_on_option
 
 
 @click.command(

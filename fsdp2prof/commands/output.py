@@ -70,7 +70,6 @@ class Output:
 
         Raises ``UsageError`` for options that the format cannot serve.
         """
-        from fsdp2prof.reporters.arrange import arranged
         from fsdp2prof.reporters.documents import build
 
         options = RenderOptions(
@@ -82,7 +81,11 @@ class Output:
             width=_text_width(self.to_terminal),
             colour=self.to_terminal and _wants_colour(),
         )
-        document = arranged(build(shown(result)), self.sort, self.top)
+        document = build(shown(result))
+        if self.sort is not None or self.top is not None:
+            from fsdp2prof.reporters.arrange import arranged
+
+            document = arranged(document, self.sort, self.top)
         return RENDERERS[self.format].render(document, options)
 
     @property

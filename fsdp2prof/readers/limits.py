@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fsdp2prof.labels import parse_label
-from fsdp2prof.tables import LabelTable
+from fsdp2prof.tables.trace import LabelTable
 
 MOST_RANKS = 1 << 24
 """A header that says more says nothing."""

@@ -22,8 +22,6 @@ def arranged(document: Document, sort: str | None, top: int | None) -> Document:
     ``:desc`` behind it; by default numbers are sorted from the largest on, words from the first on. Unknown
     values come last. Raises ``UsageError`` for a column that no table has.
     """
-    if sort is None and top is None:
-        return document
     name, descending = _order(sort)
     tables = list(document.tables().values())
     if name is not None and not any(_position(table.columns, name) is not None for table in tables):

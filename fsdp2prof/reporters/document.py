@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
 from fsdp2prof.errors import UsageError
@@ -29,9 +31,22 @@ Value: TypeAlias = "str | int | float | bool | None"
 
 
 Kind: TypeAlias = Literal["text", "name", "prose", "number", "bar", "state"]
+Drawing: TypeAlias = "Mapping[str, Any] | Callable[[], Mapping[str, Any]]"
+"""What a page draws, or a function that makes it: text has no use for it."""
 Source: TypeAlias = "str | int | Callable[[Any], Any] | None"
 """Source of a column's value in an item: None is the attribute of its own name; ``"1.count"`` is the
 attribute ``count`` of the item's second part."""
+
+
+def later(function: str, *arguments: Any) -> Callable[[], Any]:
+    """Return a call of ``MODULE.FUNCTION`` of this package: imported and made once, when it is needed."""
+
+    @cache
+    def call() -> Any:
+        module, _, name = function.rpartition(".")
+        return getattr(import_module(f"fsdp2prof.reporters.{module}"), name)(*arguments)
+
+    return call
 
 
 def _plain(value: Any) -> str:
@@ -143,13 +158,21 @@ class Chart:
     """Unique in its document."""
     title: str
     note: str = ""
-    figure: Mapping[str, Any]
+    figure: Drawing
     """``{"data": [...], "layout": {...}}`` as plotly takes it; names in it are escaped already."""
-    detail: Mapping[str, Any] | None = None
+    detail: Drawing | None = None
     """The drawing of a page by level of zoom, for a chart with more data than can be seen at once: spans
-    in lanes as :func:`~fsdp2prof.reporters.documents.timeline.timeline_detail` lays them out, names
+    in lanes as :func:`~fsdp2prof.reporters.charts.timeline.timeline_detail` lays them out, names
     unchanged."""
     spark: Spark | None = None
+
+    def drawn(self) -> Mapping[str, Any]:
+        """Return the figure."""
+        return self.figure() if callable(self.figure) else self.figure
+
+    def zoomed(self) -> Mapping[str, Any] | None:
+        """Return the drawing by level of zoom."""
+        return self.detail() if callable(self.detail) else self.detail
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

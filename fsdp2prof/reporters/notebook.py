@@ -25,7 +25,7 @@ def to_figures(result: Any) -> dict[str, Figure]:
     from plotly.graph_objects import Figure
 
     return {
-        name: Figure(chart.figure).update_layout(title_text=escape(printable(chart.title)), margin_t=72)
+        name: Figure(chart.drawn()).update_layout(title_text=escape(printable(chart.title)), margin_t=72)
         for name, chart in build(result).charts().items()
     }
 

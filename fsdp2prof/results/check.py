@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fsdp2prof.results import Shown
 from fsdp2prof.results.finding import Finding
-from fsdp2prof.results.shown import Shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fsdp2prof.results import Shown
 from fsdp2prof.results.peak import Peak
 from fsdp2prof.results.run import ProcessorUse
-from fsdp2prof.results.shown import Shown
-from fsdp2prof.results.step import UnrecordedStep
-from fsdp2prof.results.timeline import StepTimeline
+from fsdp2prof.results.step import StepTimeline, UnrecordedStep
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

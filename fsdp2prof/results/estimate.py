@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from fsdp2prof.results import Shown
 from fsdp2prof.results.communication import LayerRow
 from fsdp2prof.results.memory import LayerPeak
 from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, Remedy
-from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import BreakdownNs
 from fsdp2prof.results.trace import TraceAnalysis
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fsdp2prof.results import Shown
 from fsdp2prof.results.finding import Finding
-from fsdp2prof.results.shown import Shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

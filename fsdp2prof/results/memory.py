@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fsdp2prof.results import Shown
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.peak import Fragmentation, OutOfMemory, Peak, Remedy
-from fsdp2prof.results.shown import Shown
-from fsdp2prof.results.timeline import Focus
+from fsdp2prof.results.step import Focus
 
 MEMORY_SCHEMA = "fsdp2prof.memory/1"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fsdp2prof.results import Shown
 from fsdp2prof.results.finding import Finding, Scalar
 from fsdp2prof.results.memory import MemoryAnalysis
 from fsdp2prof.results.mesh import MeshMap
 from fsdp2prof.results.sharding import ShardingMap
-from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import UnrecordedStep
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.results.trial import TrialResult

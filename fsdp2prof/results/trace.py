@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fsdp2prof.results import Shown
 from fsdp2prof.results.communication import (
     Attribution,
     BandwidthRow,
@@ -19,17 +20,17 @@ from fsdp2prof.results.communication import (
 )
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.ledger import Ledger
-from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import (
+    Focus,
     IncompleteStep,
     LayerPace,
     RankMeans,
     StepBreakdown,
+    StepTimeline,
     Throughput,
     TraceTotals,
     UnrecordedStep,
 )
-from fsdp2prof.results.timeline import Focus, StepTimeline
 from fsdp2prof.results.what_if import WhatIfChange
 
 

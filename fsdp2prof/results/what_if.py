@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fsdp2prof.results.shown import Shown
+from fsdp2prof.results import Shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,9 +11,6 @@ import numpy as np
 from fsdp2prof.tables.columns import BoolArray, IntArray, Strings, Table
 from fsdp2prof.tables.trace import LabelTable, StepTable
 
-NEVER = int(np.iinfo(np.int64).max)
-"""The free time and order of an allocation that was still alive when the recording ended."""
-
 GIVEN = "given to "
 """Begins the ``op`` of an allocation that no operator made in sight."""
 

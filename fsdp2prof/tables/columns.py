@@ -20,6 +20,9 @@ CompactArray: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 """Numbers that are compared, not added up: 32 bits each where all fit, half the bytes of a trace."""
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
+NEVER = int(np.iinfo(np.int64).max)
+"""Time and order of what had not happened when a recording ended: the free of a living allocation."""
+
 _FEW = 6
 """Distinct values up to which a mask is made by comparing."""
 

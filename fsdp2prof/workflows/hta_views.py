@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fsdp2prof.analyzers.hta.views import critical_path, idle_causes, launch_statistics, trace_diff
 from fsdp2prof.errors import TraceError
 from fsdp2prof.results.hta import CriticalPath, IdleCauses, LaunchStatistics, TraceDiff
-from fsdp2prof.tables import Trace
+from fsdp2prof.tables.trace import Trace
 from fsdp2prof.workflows.job.job_files import JobFiles
 from fsdp2prof.workflows.ranks.one_rank import read_rank_trace
 

@@ -19,7 +19,7 @@ from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.recorder.rehearsal import as_one_process
-from fsdp2prof.tables import MemoryRecording
+from fsdp2prof.tables.allocations import MemoryRecording
 
 _POLL_S = 0.25
 _ERROR = re.compile(r"(?:\[rank\d+\]: ?)?((?:[\w.]+\.)?(\w*(?:Error|Exception|Interrupt))\b:? ?.*)")

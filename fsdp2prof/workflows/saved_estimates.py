@@ -25,7 +25,7 @@ from fsdp2prof.run_directory import (
     TRACE_FILE,
     rank_folder,
 )
-from fsdp2prof.tables import Trace
+from fsdp2prof.tables.trace import Trace
 
 if TYPE_CHECKING:
     from fsdp2prof.estimators.memory import MemoryPrediction

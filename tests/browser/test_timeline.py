@@ -12,7 +12,7 @@ from synthetic import Schedule, record, transformer, write_run
 
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
-from fsdp2prof.results.timeline import StepTimeline
+from fsdp2prof.results.step import StepTimeline
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job.job_files import open_job
 

@@ -23,8 +23,7 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.builtin import GptTransformer
-from fsdp2prof.estimators.sharding.groups import ShardedParameter
-from fsdp2prof.estimators.sharding.optimizer_state import optimizer_state_bytes
+from fsdp2prof.estimators.sharding.groups import ShardedParameter, optimizer_state_bytes
 
 LLAMA = ModelSpec(source="llama3-8b")
 PARAMETERS = 8_030_261_248

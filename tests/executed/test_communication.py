@@ -25,7 +25,7 @@ from fsdp2prof.estimators.sharding.groups import ShardedParameter, parameter_gro
 from fsdp2prof.estimators.techniques.pipeline import blocks_of_ranks, blocks_of_stages
 from fsdp2prof.estimators.techniques.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.torch_rules import torch_rules
-from fsdp2prof.estimators.traffic.parallel import Ledger
+from fsdp2prof.estimators.traffic import Ledger
 from fsdp2prof.results.estimate import CommRow, EstimatedMesh, EstimatedModel
 from fsdp2prof.schedule import Axis, ScheduledGroup, steady_step
 

@@ -459,7 +459,7 @@ def test_a_predicted_step_kept_as_json_stands_above_a_recorded_one(tmp_path) -> 
     comparison = compare(read, recorded)
     assert times(comparison)["step"] == (made.step_ns, made.step_ns, 0)
     document = build(comparison)
-    detail = document.charts()["timeline"].detail
+    detail = document.charts()["timeline"].zoomed()
     assert detail is not None
     assert [one["name"] for one in detail["sides"]] == ["predicted", "recorded"]
     stage = replace(made, bubble_ns=3 * MS)

@@ -31,7 +31,8 @@ from fsdp2prof.estimators.techniques.recomputation import (
 from fsdp2prof.estimators.torch_rules import torch_rules
 from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.storage_tracker import StorageTracker
-from fsdp2prof.tables import NEVER, MemoryRecording
+from fsdp2prof.tables.allocations import MemoryRecording
+from fsdp2prof.tables.columns import NEVER
 
 TOKENS, DIM, HIDDEN = 128, 64, 256
 ELEMENT = 4

@@ -25,7 +25,8 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.engine import Execution, execute
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.tables import NEVER, AllocationTable
+from fsdp2prof.tables.allocations import AllocationTable
+from fsdp2prof.tables.columns import NEVER
 
 SPEC = ModelSpec(source="support.linear_model:factory")
 MESH = MeshSpec(dp_shard=4)

@@ -50,7 +50,7 @@ from fsdp2prof.estimators.techniques.registry import check_parallelism, part_of
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, packed_parameters_refusal
 from fsdp2prof.estimators.verdict.memory_fit import expert_padding
 from fsdp2prof.storage_tracker import StorageTracker
-from fsdp2prof.tables import NEVER
+from fsdp2prof.tables.columns import NEVER
 
 CONFIG = TransformerConfig(
     name="tiny-experts",

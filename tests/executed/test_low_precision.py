@@ -33,7 +33,7 @@ from fsdp2prof.estimators.techniques.recomputation import checkpoint_blocks, rec
 from fsdp2prof.estimators.torch_rules import torch_rules
 from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.storage_tracker import StorageTracker
-from fsdp2prof.tables import NEVER
+from fsdp2prof.tables.columns import NEVER
 
 MESH = MeshSpec(dp_shard=4)
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from fsdp2prof.estimators.config.optimizers import HELD, IMPLEMENTATIONS, OPTIMI
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.execution.fake_world import fake_process_group
-from fsdp2prof.estimators.sharding.optimizer_state import optimizer_state_bytes, step_counter_bytes
+from fsdp2prof.estimators.sharding.groups import optimizer_state_bytes, step_counter_bytes
 
 SPEC = ModelSpec(source="support.linear_model:factory")
 MESH = MeshSpec(dp_shard=4)

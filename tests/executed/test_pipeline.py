@@ -22,7 +22,7 @@ from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.engine import Execution, execute
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.tables import NEVER
+from fsdp2prof.tables.columns import NEVER
 
 SPEC = ModelSpec(source="gpt2", layers=6)
 MESH = MeshSpec(pp=3, dp_shard=2)

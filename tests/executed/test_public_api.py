@@ -12,7 +12,7 @@ import pytest
 
 import fsdp2prof
 from fsdp2prof.reporters import documents
-from fsdp2prof.results.shown import Shown
+from fsdp2prof.results import Shown
 
 HEAVY = ("torch", "pandas", "plotly", "hta", "numpy", "rich", "jinja2", "click", "msgspec")
 

@@ -25,7 +25,8 @@ from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.torch_rules import torch_rules
 from fsdp2prof.estimators.verdict.memory_fit import depends_on, room_on
-from fsdp2prof.tables import NEVER, MemoryRecording
+from fsdp2prof.tables.allocations import MemoryRecording
+from fsdp2prof.tables.columns import NEVER
 from fsdp2prof.units import format_ns
 from fsdp2prof.workflows import estimate as workflow
 from fsdp2prof.workflows.estimate import Described, describe

@@ -17,7 +17,7 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.execution.stitching import execute_stitched, growth_between, read_tape
-from fsdp2prof.tables import NEVER
+from fsdp2prof.tables.columns import NEVER
 
 POLICY = PolicySpec(seq_len=128)
 

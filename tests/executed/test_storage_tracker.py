@@ -22,7 +22,8 @@ from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.analyzers.memory.prepared import allocated_totals
 from fsdp2prof.estimators.allocator.cuda_kernels import as_on_cuda
 from fsdp2prof.storage_tracker import StorageTracker
-from fsdp2prof.tables import NEVER, MemoryRecording
+from fsdp2prof.tables.allocations import MemoryRecording
+from fsdp2prof.tables.columns import NEVER
 
 
 def totals(recording: MemoryRecording) -> list[int]:

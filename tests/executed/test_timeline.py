@@ -17,12 +17,12 @@ from fsdp2prof.analyzers.trace.spans import SpanTable, fold
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.step import estimate_step
+from fsdp2prof.reporters.charts.timeline import timeline_detail, timeline_figure
 from fsdp2prof.reporters.documents import build
-from fsdp2prof.reporters.documents.timeline import timeline_detail, timeline_figure
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
-from fsdp2prof.results.timeline import StepTimeline, TimelineLane
+from fsdp2prof.results.step import StepTimeline, TimelineLane
 from fsdp2prof.results.trace import TraceAnalysis
-from fsdp2prof.tables import Strings
+from fsdp2prof.tables.columns import Strings
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.compare import compare
 from fsdp2prof.workflows.job.job_files import open_job
@@ -212,7 +212,7 @@ def test_a_comparison_shows_both_on_one_scale(
 ) -> None:
     compared = compare(recorded[0], recorded[0])
     assert compared.before_timeline == compared.after_timeline == analysis.timeline
-    detail = build(compared).charts()["timeline"].detail
+    detail = build(compared).charts()["timeline"].zoomed()
     assert detail is not None
     assert [side["name"] for side in detail["sides"]] == ["before", "after"]
 

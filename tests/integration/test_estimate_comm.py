@@ -62,7 +62,7 @@ from fsdp2prof.estimators.sharding.groups import parameter_groups
 from fsdp2prof.estimators.techniques.registry import part_of
 from fsdp2prof.estimators.techniques.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, fsdp_method_refusal
-from fsdp2prof.estimators.traffic.parallel import Ledger
+from fsdp2prof.estimators.traffic import Ledger
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.schedule import steady_step

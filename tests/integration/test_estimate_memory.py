@@ -23,7 +23,8 @@ from fsdp2prof.estimators.of_run.policy import values_of_run
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.readers.run.directory import open_run
-from fsdp2prof.tables import GIVEN, AllocationTable, BoolArray, MemoryRecording
+from fsdp2prof.tables.allocations import GIVEN, AllocationTable, MemoryRecording
+from fsdp2prof.tables.columns import BoolArray
 
 from .conftest import REPOSITORY
 

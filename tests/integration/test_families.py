@@ -30,7 +30,7 @@ from fsdp2prof.estimators.models.images import with_images
 from fsdp2prof.estimators.sharding.groups import parameter_groups
 from fsdp2prof.estimators.techniques.registry import part_of
 from fsdp2prof.storage_tracker import StorageTracker
-from fsdp2prof.tables import MemoryRecording
+from fsdp2prof.tables.allocations import MemoryRecording
 
 from .conftest import SCRIPTS, torchrun, training_environment
 

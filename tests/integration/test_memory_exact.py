@@ -25,7 +25,7 @@ from fsdp2prof.manifest import ParamGroupInfo, RankManifest
 from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.results.memory import RankMemory
-from fsdp2prof.tables import MemoryRecording
+from fsdp2prof.tables.allocations import MemoryRecording
 
 from .conftest import HERE, script_path, torchrun, training_environment
 

@@ -22,7 +22,7 @@ from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.readers.run.directory import open_run
-from fsdp2prof.tables import MemoryRecording
+from fsdp2prof.tables.allocations import MemoryRecording
 
 from .conftest import script_path, torchrun, training_environment
 

@@ -9,7 +9,7 @@ from random import Random
 from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.results.communication import PrefetchRow
 from fsdp2prof.results.run import RunAnalysis
-from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane, TimelineStall
+from fsdp2prof.results.step import RankTimeline, StepTimeline, TimelineLane, TimelineStall
 from support.results import group, run_analysis, trace_analysis
 
 __all__ = ["KINDS", "LAYERS", "large_run"]

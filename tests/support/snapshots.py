@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp2prof.readers.memory.recording import read_memory
-from fsdp2prof.tables import MemoryRecording
+from fsdp2prof.tables.allocations import MemoryRecording
 
 if TYPE_CHECKING:
     from typing_extensions import Self

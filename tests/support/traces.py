@@ -9,15 +9,8 @@ from typing import Any
 import numpy as np
 
 from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
-from fsdp2prof.tables import (
-    CollectiveArgs,
-    EventTable,
-    LabelTable,
-    MemoryEventTable,
-    ShapeTable,
-    Strings,
-    Trace,
-)
+from fsdp2prof.tables.columns import Strings
+from fsdp2prof.tables.trace import CollectiveArgs, EventTable, LabelTable, MemoryEventTable, ShapeTable, Trace
 
 WORKER = 9
 """A thread that carries out gloo's collectives."""

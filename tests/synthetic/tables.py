@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from fsdp2prof.analyzers.ranks.summary import DeviceWork, RankSummary, summarise
-from fsdp2prof.tables import CollectiveTable, IntArray, Strings
+from fsdp2prof.tables.columns import IntArray, Strings
+from fsdp2prof.tables.trace import CollectiveTable
 from synthetic.kineto import EPOCH_NS
 from synthetic.timeline import Collective
 from synthetic.world import Recording

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from fsdp2prof.analyzers.memory.prepared import reserved_totals
 from fsdp2prof.estimators.allocator.caching import AllocatorSettings, Block, CachingAllocator, OutOfMemory
 from fsdp2prof.readers.memory.snapshot import read_snapshot
-from fsdp2prof.tables import NEVER, MemoryRecording
+from fsdp2prof.tables.allocations import MemoryRecording
+from fsdp2prof.tables.columns import NEVER
 
 MIB = 1 << 20
 

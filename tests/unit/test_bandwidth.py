@@ -8,7 +8,7 @@ from support.traces import TraceBuilder
 
 from fsdp2prof.analyzers.trace.analysis import bandwidth_rows
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
-from fsdp2prof.tables import CollectiveTable
+from fsdp2prof.tables.trace import CollectiveTable
 
 NCCL = "ncclDevKernel_Generic"
 

@@ -51,7 +51,7 @@ def test_every_category_is_shown_with_its_own_words_and_colour() -> None:
         assert json_of(analysis)["ranks"][0]["peak"]["categories"][name] == (i + 1) * MIB
         assert {row["category"]: row["bytes"] for row in csv_of(analysis)}[name] == str((i + 1) * MIB)
     for chart in document.charts().values():
-        drawn = {trace["name"]: trace["marker"]["color"] for trace in chart.figure["data"]}
+        drawn = {trace["name"]: trace["marker"]["color"] for trace in chart.drawn()["data"]}
         assert drawn == {word.label: word.colour for word in CATEGORIES.values()}
 
 

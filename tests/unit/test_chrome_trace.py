@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fsdp2prof.errors import TraceError
 from fsdp2prof.readers.trace.chrome_trace import peek_rank, read_trace
-from fsdp2prof.tables import Trace
+from fsdp2prof.tables.trace import Trace
 
 DEVICE = {"kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation", "cuda_sync"}
 

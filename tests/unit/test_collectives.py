@@ -25,7 +25,7 @@ from fsdp2prof.manifest import (
     RankManifest,
     Rehearsal,
 )
-from fsdp2prof.tables import Strings
+from fsdp2prof.tables.columns import Strings
 
 AG: dict[str, Any] = {
     "collective": "_allgather_base",

@@ -16,7 +16,7 @@ import fsdp2prof
 from fsdp2prof.analyzers.compare.settings import changed
 from fsdp2prof.analyzers.compare.sides import Side, compare
 from fsdp2prof.analyzers.fail_on import check, judge, parse
-from fsdp2prof.analyzers.ledger.machine import processor_use, starved_ranks
+from fsdp2prof.analyzers.ledger.machine_rules import processor_use, starved_ranks
 from fsdp2prof.errors import InputError
 from fsdp2prof.manifest import HostStep, RankManifest, StepInfo
 from fsdp2prof.results.run import ProcessorUse, RunSummary, StepTime

@@ -223,7 +223,7 @@ def test_the_devices_limit_is_drawn_where_it_is_known() -> None:
     """Out of sight it waits in the legend, so that the course is not flattened."""
 
     def limit(**changes: Any) -> dict[str, object]:
-        last: dict[str, object] = build(with_rank(**changes)).charts()["memory_course"].figure["data"][-1]
+        last: dict[str, object] = build(with_rank(**changes)).charts()["memory_course"].drawn()["data"][-1]
         return last
 
     assert "device" not in str(limit()["name"])
@@ -250,7 +250,7 @@ def test_a_new_category_appears_wherever_categories_are_shown(monkeypatch: pytes
     assert row_of(text_of(analysis), "fp8 scales") == ["fp8", "scales", "7.00", "MiB", "100.0", "█" * 30]
     assert "fp8\nscales" in [column.label for column in table_of(document, "by_layer").columns]
     for chart in document.charts().values():
-        (drawn,) = chart.figure["data"]
+        (drawn,) = chart.drawn()["data"]
         assert (drawn["name"], drawn["marker"]["color"]) == ("fp8 scales", "#123456")
 
 

@@ -22,8 +22,7 @@ from fsdp2prof.reporters.documents.trace import step_title
 from fsdp2prof.reporters.documents.what_if import what_if_section
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.results.communication import BandwidthRow, Straggler
-from fsdp2prof.results.step import Throughput
-from fsdp2prof.results.timeline import TimelineStall
+from fsdp2prof.results.step import Throughput, TimelineStall
 from fsdp2prof.results.trace import HostSyncRow
 from fsdp2prof.results.what_if import WhatIfChange
 from fsdp2prof.workflows.analyze import analyze_trace
@@ -274,8 +273,9 @@ def test_the_timeline_opens_with_the_rank_that_others_wait_for() -> None:
     )
     section = next(one for one in build(analysis).sections if one.anchor == "timeline")
     (chart,) = [block for block in section.blocks if isinstance(block, Chart)]
-    assert chart.detail is not None
-    assert chart.detail["first"] == [1]
+    detail = chart.zoomed()
+    assert detail is not None
+    assert detail["first"] == [1]
 
 
 def tried(change: str, gained_ns: float, *, other_hardware: bool = False) -> WhatIfChange:

@@ -7,7 +7,7 @@ from support.results import MS, memory_analysis, run_analysis, trace_analysis
 
 from fsdp2prof.analyzers.focus import focus_on
 from fsdp2prof.errors import UsageError
-from fsdp2prof.results.timeline import Focus
+from fsdp2prof.results.step import Focus
 
 
 def focus(

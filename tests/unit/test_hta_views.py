@@ -16,7 +16,7 @@ from fsdp2prof.analyzers.hta.views import critical_path, idle_causes, launch_sta
 from fsdp2prof.errors import TraceError
 from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.results.hta import LaunchedWork, NameChange, StreamUse
-from fsdp2prof.tables import Trace
+from fsdp2prof.tables.trace import Trace
 
 A100 = "traces/ddp2-a100-rank0/nccl_data.json.gz"
 MI300 = "traces/ddp4-mi300/rank0.json.gz"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdp2prof.analyzers.kernel_names import KINDS, NAMES, moves_memory
+from fsdp2prof.backends import KERNEL_KINDS, KERNEL_PATTERNS, moves_memory
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job.job_files import open_job
 
@@ -39,7 +39,9 @@ US = 1.0
     ],
 )
 def test_kernels_are_classified_by_name(name: str, kind: str | None) -> None:
-    assert [one for one, pattern in NAMES.items() if pattern.search(name)] == ([] if kind is None else [kind])
+    assert [one for one, pattern in KERNEL_PATTERNS.items() if pattern.search(name)] == (
+        [] if kind is None else [kind]
+    )
     assert not moves_memory(name)
 
 
@@ -153,4 +155,4 @@ def test_a_softmax_over_few_keys_is_no_attention(tmp_path: Path) -> None:
 def test_every_kind_has_a_word() -> None:
     from fsdp2prof.analyzers.ledger.book import _REASONS
 
-    assert set(KINDS) <= set(_REASONS)
+    assert set(KERNEL_KINDS) <= set(_REASONS)

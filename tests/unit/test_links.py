@@ -13,7 +13,7 @@ from fsdp2prof.reporters.document import Document, Table
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.results.finding import Finding, Place
 from fsdp2prof.results.ledger import Ledger, LedgerEntry
-from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane, TimelineStall
+from fsdp2prof.results.step import RankTimeline, StepTimeline, TimelineLane, TimelineStall
 from fsdp2prof.vocabulary import in_family
 
 

@@ -25,7 +25,9 @@ from fsdp2prof.manifest import DeviceInfo, RankManifest, RootInfo, TensorInfo
 from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.results.memory import MemoryAnalysis, RankMemory
 from fsdp2prof.results.peak import Fragmentation
-from fsdp2prof.tables import NEVER, AllocationTable, MemoryRecording, Stacks, StepTable, Strings
+from fsdp2prof.tables.allocations import AllocationTable, MemoryRecording, Stacks
+from fsdp2prof.tables.columns import NEVER, Strings
+from fsdp2prof.tables.trace import StepTable
 
 MIB = 1 << 20
 

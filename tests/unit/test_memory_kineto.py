@@ -18,7 +18,7 @@ from fsdp2prof.errors import SnapshotError
 from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.results.memory import AtPeak
-from fsdp2prof.tables import MemoryRecording
+from fsdp2prof.tables.allocations import MemoryRecording
 from fsdp2prof.workflows.analyze import analyze_memory
 from fsdp2prof.workflows.job.job_files import open_job
 

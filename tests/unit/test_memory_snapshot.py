@@ -17,7 +17,8 @@ from fsdp2prof.analyzers.memory.prepared import allocated_totals, event_times, r
 from fsdp2prof.errors import SnapshotError
 from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.recorder.memory.recording_file import write_recording
-from fsdp2prof.tables import NEVER, MemoryRecording
+from fsdp2prof.tables.allocations import MemoryRecording
+from fsdp2prof.tables.columns import NEVER
 from fsdp2prof.workflows.analyze import analyze_memory as of_job
 from fsdp2prof.workflows.job.job_files import open_job
 

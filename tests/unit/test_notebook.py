@@ -19,7 +19,7 @@ from fsdp2prof.errors import UsageError
 from fsdp2prof.reporters import documents
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
-from fsdp2prof.results.shown import Shown
+from fsdp2prof.results import Shown
 
 
 class Result(Said, Shown):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from fsdp2prof.analyzers.memory.analysis import phase_spans
-from fsdp2prof.tables import PhaseTable, Strings
+from fsdp2prof.tables.columns import Strings
+from fsdp2prof.tables.trace import PhaseTable
 
 
 def table(*rows: tuple[int, int, int, int, str | None]) -> PhaseTable:

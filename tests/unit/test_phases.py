@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from fsdp2prof.analyzers.phases import build_phases, find_rows
 from fsdp2prof.labels import AUTOGRAD_NODE, parse_label
-from fsdp2prof.tables import LabelTable, PhaseTable, StepTable, Strings
+from fsdp2prof.tables.columns import Strings
+from fsdp2prof.tables.trace import LabelTable, PhaseTable, StepTable
 
 Span = tuple[str, int, int]
 Range = Span | tuple[str, int, int, int]

@@ -28,7 +28,7 @@ from fsdp2prof.analyzers.whatif.recorded import program_of
 from fsdp2prof.analyzers.whatif.run import Pace, Ran, RankRun, mean_step_ns, run
 from fsdp2prof.analyzers.whatif.what_if import replay_job
 from fsdp2prof.readers.trace.chrome_trace import read_trace
-from fsdp2prof.tables import Trace
+from fsdp2prof.tables.trace import Trace
 
 _LAYER = Layer(
     fqn="layers.0",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from fsdp2prof.analyzers.steps import host_steps, trained_steps
-from fsdp2prof.tables import LabelTable, Strings
+from fsdp2prof.tables.columns import Strings
+from fsdp2prof.tables.trace import LabelTable
 
 
 def labels(*ranges: tuple[int, int, str]) -> LabelTable:

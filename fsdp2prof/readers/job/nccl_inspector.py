@@ -17,7 +17,7 @@ from isal import igzip, isal_zlib
 
 from fsdp2prof.errors import InputError
 from fsdp2prof.readers.limits import MOST_RANKS
-from fsdp2prof.tables import Strings
+from fsdp2prof.tables.columns import Strings
 from fsdp2prof.tables.nccl import InspectedCalls, InspectedCommunicator, InspectedProcess
 
 UNREADABLE: Any = (OSError, EOFError, isal_zlib.error)  # its stub declares an instance

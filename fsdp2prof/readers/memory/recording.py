@@ -25,18 +25,16 @@ import numpy.typing as npt
 
 from fsdp2prof.errors import SnapshotError
 from fsdp2prof.readers.memory.snapshot import check_recording, read_snapshot
-from fsdp2prof.tables import (
+from fsdp2prof.tables.allocations import (
     AllocationTable,
     BlockTable,
-    LabelTable,
     MemoryRecording,
     OomTable,
     SegmentTable,
     Stacks,
-    StepTable,
-    Strings,
-    Table,
 )
+from fsdp2prof.tables.columns import Strings, Table
+from fsdp2prof.tables.trace import LabelTable, StepTable
 
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from fsdp2prof.errors import SnapshotError
-from fsdp2prof.garbage import no_garbage_collection
 from fsdp2prof.readers.limits import MOST_DEVICES, too_many_labels
 from fsdp2prof.readers.memory.snapshot_events import (
     EventColumns,
@@ -27,17 +26,10 @@ from fsdp2prof.readers.memory.snapshot_events import (
     read_events,
 )
 from fsdp2prof.readers.safe_pickle import load_containers, text
-from fsdp2prof.tables import (
-    NEVER,
-    IntArray,
-    LabelTable,
-    MemoryRecording,
-    OomTable,
-    Stacks,
-    StepTable,
-    Strings,
-    Table,
-)
+from fsdp2prof.tables.allocations import MemoryRecording, OomTable, Stacks
+from fsdp2prof.tables.columns import NEVER, IntArray, Strings, Table
+from fsdp2prof.tables.trace import LabelTable, StepTable
+from fsdp2prof.worker_processes import no_garbage_collection
 
 _NO_TIMES = "the snapshot has no times (an old torch): phases and layers come only from stacks"
 _NO_HISTORY = (

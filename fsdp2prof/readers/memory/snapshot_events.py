@@ -13,16 +13,8 @@ from typing import Any
 import numpy as np
 
 from fsdp2prof.readers.safe_pickle import text
-from fsdp2prof.tables import (
-    NEVER,
-    AllocationTable,
-    BlockTable,
-    IntArray,
-    SegmentTable,
-    Stacks,
-    Strings,
-    Table,
-)
+from fsdp2prof.tables.allocations import AllocationTable, BlockTable, SegmentTable, Stacks
+from fsdp2prof.tables.columns import NEVER, IntArray, Strings, Table
 
 _OPERATOR = re.compile(r"at::_ops::(\w+)::call\b")
 _INSTALLED = re.compile(r"^.*[/\\](?:site|dist)-packages[/\\]")

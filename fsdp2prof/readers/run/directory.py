@@ -19,8 +19,7 @@ from fsdp2prof.manifest import (
     RecordingInfo,
     RunInfo,
 )
-from fsdp2prof.readers.run.documents import UnreadableError, read_document
-from fsdp2prof.readers.run.nodes import node_ranks, read_run_info
+from fsdp2prof.readers.run.documents import UnreadableError, node_ranks, read_document, read_run_info
 from fsdp2prof.run_directory import (
     MANIFEST_FILE,
     PACKED,

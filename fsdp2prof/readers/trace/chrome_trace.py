@@ -7,6 +7,7 @@ A large file is decoded by several processes, each taking every n-th chunk.
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from fsdp2prof.readers.trace import kineto_schema as schema
 from fsdp2prof.readers.trace.event_args import TextTimeNeededError
 from fsdp2prof.readers.trace.event_columns import Share
 from fsdp2prof.readers.trace.event_stream import PIECE_BYTES, WrongCutError, decode_pieces, read_head
-from fsdp2prof.readers.trace.nsys_report import is_nsys_report, read_nsys_report
 from fsdp2prof.readers.trace.tables import assemble, header_integer
-from fsdp2prof.tables import Trace
+from fsdp2prof.tables.trace import Trace
 from fsdp2prof.worker_processes import Task, usable_cores
 
 _MAX_WORKERS = 8
 """Every worker gunzips the whole file, which is a tenth of decoding it: more than these gain little."""
+_OTHER_FORMATS = {b"SQLite format 3\0": "fsdp2prof.readers.trace.nsys_report"}
+_LONGEST_MAGIC = max(map(len, _OTHER_FORMATS))
 _BYTES_PER_WORKER = {True: 2 << 20, False: 24 << 20}
 """File size (compressed or not) that is worth the start of another process."""
 
@@ -45,8 +47,8 @@ def read_trace(
     path = Path(path)
     if path.is_dir():
         raise TraceError(f"{path}: is a folder; name one trace file")
-    if is_nsys_report(path):
-        report = read_nsys_report(path, rank=rank)
+    if (reader := _other_reader(path)) is not None:
+        report: Trace = reader.read_nsys_report(path, rank=rank)
         return report if rank is None else replace(report, rank=rank)
     workers = _worth(path) if workers is None else workers
     trace = _read_together(path, workers, piece_bytes) if workers > 1 else None
@@ -61,13 +63,33 @@ def peek_rank(path: str | Path) -> tuple[int | None, int | None]:
     Reads no more than the start. Raises ``TraceError`` for a file that does not begin like a trace.
     """
     _refuse_unexported(Path(path))
-    if is_nsys_report(Path(path)):
+    if _other_reader(Path(path)) is not None:
         return None, None
     try:
         distributed = schema.FLOAT_TIMES.document.decode(read_head(Path(path))).distributed_info
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TraceError(f"{path}: not a readable Kineto trace: {error}") from None
     return header_integer(distributed, "rank"), header_integer(distributed, "world_size")
+
+
+def processes_in(path: Path) -> int:
+    """Return how many processes with kernels a file has: one, but for a report of Nsight Systems.
+
+    Raises ``TraceError`` for a database that is not a report or has no kernels.
+    """
+    reader = _other_reader(path)
+    return 1 if reader is None else len(reader.nsys_processes(path))
+
+
+def _other_reader(path: Path) -> Any:
+    """Return the module that reads a file of another format, known by its first bytes; None for Kineto's."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(_LONGEST_MAGIC)
+    except OSError:
+        return None
+    name = next((name for magic, name in _OTHER_FORMATS.items() if begin.startswith(magic)), None)
+    return None if name is None else import_module(name)
 
 
 def _refuse_unexported(path: Path) -> None:

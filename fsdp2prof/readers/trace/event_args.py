@@ -23,7 +23,8 @@ import numpy.typing as npt
 
 from fsdp2prof import backends
 from fsdp2prof.readers.trace.kineto_schema import NO_TEXT, Args, Complete
-from fsdp2prof.tables import CollectiveArgs, CompactArray, IntArray, ShapeTable, Strings, SyncTable
+from fsdp2prof.tables.columns import CompactArray, IntArray, Strings
+from fsdp2prof.tables.trace import CollectiveArgs, ShapeTable, SyncTable
 
 LONGEST_US = float(1 << 43)
 """No event of a trace lasts a hundred days.

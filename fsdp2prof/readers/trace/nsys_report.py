@@ -27,11 +27,11 @@ from fsdp2prof.readers.trace.event_args import Shape, int_column, narrow, nvtx_s
 from fsdp2prof.readers.trace.event_columns import Piece, Share
 from fsdp2prof.readers.trace.kineto_schema import Header
 from fsdp2prof.readers.trace.tables import assemble
-from fsdp2prof.tables import IntArray, Trace
+from fsdp2prof.tables.columns import IntArray
+from fsdp2prof.tables.trace import Trace
 
 _T = TypeVar("_T")
 
-_MAGIC = b"SQLite format 3\0"
 _ROWS = 1 << 16
 """Rows that are turned into columns at a time."""
 _TID_BITS = 24
@@ -69,15 +69,6 @@ class NsysProcess:
     """Process id as in the report; -1 if it names no processes."""
     device: int
     """The one most of its kernels ran on."""
-
-
-def is_nsys_report(path: Path) -> bool:
-    """Whether a file is an SQLite database, as exported reports are."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
-    except OSError:
-        return False
 
 
 def nsys_processes(path: Path) -> list[NsysProcess]:

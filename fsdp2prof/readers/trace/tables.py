@@ -23,15 +23,8 @@ from fsdp2prof.readers.trace.event_args import (
 )
 from fsdp2prof.readers.trace.event_columns import Columns, Share
 from fsdp2prof.readers.trace.kineto_schema import Header
-from fsdp2prof.tables import (
-    CompactArray,
-    EventTable,
-    IntArray,
-    LabelTable,
-    MemoryEventTable,
-    Strings,
-    Trace,
-)
+from fsdp2prof.tables.columns import CompactArray, IntArray, Strings
+from fsdp2prof.tables.trace import EventTable, LabelTable, MemoryEventTable, Trace
 
 _WORTH_RETURNING_BYTES = 8 << 20
 _MOST_PAIRS = 1 << 20

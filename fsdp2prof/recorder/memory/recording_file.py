@@ -16,7 +16,8 @@ from fsdp2prof.readers.memory.recording import (
     RECORDING_TABLES,
     RecordingHeader,
 )
-from fsdp2prof.tables import MemoryRecording, Strings
+from fsdp2prof.tables.allocations import MemoryRecording
+from fsdp2prof.tables.columns import Strings
 
 
 def write_recording(path: Path, recording: MemoryRecording) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp2prof.reporters.charts.figure import INK, STALL, Figure, bar, figure, label, labels, logarithmic
 from fsdp2prof.results.communication import BandwidthRow, LateRow, LayerRow, LayerTotal
-from fsdp2prof.results.step import RankMeans
-from fsdp2prof.results.trace import BandwidthFit, LayerWait, OperatorRow, TraceAnalysis
+from fsdp2prof.results.trace import BandwidthFit, LayerWait, OperatorRow
 from fsdp2prof.units import format_numbers
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, LANES, OPS, dtype_label, layer_name, op_label
+
+if TYPE_CHECKING:
+    from fsdp2prof.reporters.documents.trace_tables import StepRow
 
 _MS = 1e6
 
@@ -24,10 +25,8 @@ _OP_COLOURS = {
 _OTHER_COLOURS = ("#b279a2", "#9d755d", "#ff9da6", "#54a24b", "#72b7b2", "#4c78a8")
 
 
-def step_chart(rows: Sequence[StepRow]) -> Figure | None:
-    """Stack the parts of each step window, one bar a window or rank; None without steps."""
-    if not rows:
-        return None
+def step_chart(rows: Sequence[StepRow]) -> Figure:
+    """Stack the parts of each step window, one bar a window or rank."""
     names = [
         f"rank {row.rank}, {row.step if isinstance(row.step, str) else f'step {row.step}'}" for row in rows
     ]
@@ -39,10 +38,8 @@ def step_chart(rows: Sequence[StepRow]) -> Figure | None:
     return figure(data, height=90 + 26 * len(rows), barmode="stack", x="ms", reverse=True)
 
 
-def layer_chart(layers: Sequence[LayerTotal], rows: Sequence[LayerRow]) -> Figure | None:
-    """Show each layer's exposed communication in the order given, beside all of it; None without layers."""
-    if not layers:
-        return None
+def layer_chart(layers: Sequence[LayerTotal], rows: Sequence[LayerRow]) -> Figure:
+    """Show each layer's exposed communication in the order given, beside all of it."""
     names = dict(
         zip([layer.fqn for layer in layers], labels([layer_name(layer.fqn) for layer in layers]), strict=True)
     )
@@ -90,14 +87,12 @@ _ROOF_POINTS = 40
 
 def roofline_chart(
     rows: Sequence[OperatorRow], peak_flops_per_s: Mapping[str, float], memory_bytes_per_s: float | None
-) -> Figure | None:
+) -> Figure:
     """Set the rate of each operator against its operations per byte, under the device's roof if it is known.
 
-    Both axes are logarithmic, points the larger the more time goes there. None without sizes in bytes.
+    Both axes are logarithmic, points the larger the more time goes there; rows without bytes are left out.
     """
     known = [row for row in rows if row.bytes]
-    if not known:
-        return None
     longest = max(row.total_ns for row in known)
     data = [
         _points("products", LANES["compute"].colour, [r for r in known if not _is_attention(r)], longest),
@@ -161,13 +156,11 @@ _RANK_HEIGHT, _MOST_HEIGHT = 18, 1152
 """Of a rank's row in the map, and of all of them: beyond 64 ranks rows become thinner."""
 
 
-def prefetch_chart(rows: Sequence[LateRow]) -> Figure | None:
+def prefetch_chart(rows: Sequence[LateRow]) -> Figure:
     """Draw each kind of collective from launch to end, against the instant it was needed (0).
 
     Of many, those that were waited for longest.
     """
-    if not rows:
-        return None
     longest = sorted(rows, key=lambda row: -row.stall_ns)[:_LATE_ROWS]
     shown = [row for row in rows if row in longest]
     names = labels([f"{layer_name(row.fqn)} {_short(row.op)} {row.phase}" for row in shown])
@@ -208,10 +201,8 @@ def _short(op: str) -> str:
     return (OPS[op].header if op in OPS else "") or op_label(op)
 
 
-def wait_chart(rows: Sequence[LayerWait]) -> Figure | None:
-    """Map how long each rank's compute stream waits for each layer; None where nothing waits."""
-    if not any(row.stall_ns for row in rows):
-        return None
+def wait_chart(rows: Sequence[LayerWait]) -> Figure:
+    """Map how long each rank's compute stream waits for each layer."""
     ranks = sorted({row.rank for row in rows})
     layers = list(dict.fromkeys(row.fqn for row in rows))
     waited = {(row.rank, row.fqn): round(row.stall_ns / _MS, 6) for row in rows}
@@ -233,11 +224,9 @@ def wait_chart(rows: Sequence[LayerWait]) -> Figure | None:
     return chart
 
 
-def bandwidth_chart(rows: Sequence[BandwidthRow], fits: Sequence[BandwidthFit]) -> Figure | None:
-    """Set bus bandwidth against payload, both logarithmic, with the fitted curves; None for one size."""
+def bandwidth_chart(rows: Sequence[BandwidthRow], fits: Sequence[BandwidthFit]) -> Figure:
+    """Set bus bandwidth against payload, both logarithmic, with the fitted curves."""
     rated = [row for row in rows if row.busbw_bytes_per_s and row.payload_bytes]
-    if len({row.payload_bytes for row in rated}) < 2:
-        return None
     data: list[dict[str, Any]] = []
     for op, group in dict.fromkeys((row.op, row.mesh_dim or row.process_group) for row in rated):
         mine = [row for row in rated if (row.op, row.mesh_dim or row.process_group) == (op, group)]
@@ -282,43 +271,3 @@ def _curve(fit: BandwidthFit, rows: Sequence[BandwidthRow], colour: str) -> dict
         "line": {"color": colour, "width": 1.5, "dash": "dash"},
         "hoverinfo": "skip",
     }
-
-
-_ENOUGH = 12
-"""Step windows shown one by one; more are one mean a rank, then three ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """One bar or row: a step window, or a rank's mean."""
-
-    rank: int
-    step: int | str
-    """Number of the step, or what else the row is: ``mean``, ``fastest``, ``median``, ``slowest``."""
-    window_ns: float
-    breakdown_ns: Mapping[str, float]
-
-
-def every_step(analysis: TraceAnalysis) -> list[StepRow]:
-    """Return every step window."""
-    return [
-        StepRow(rank.rank, step.step, step.duration_ns, asdict(step.breakdown_ns))
-        for rank in analysis.ranks
-        for step in rank.steps
-    ]
-
-
-def step_rows(analysis: TraceAnalysis) -> list[StepRow]:
-    """Return every step window, or each rank's mean, or the fastest, median and slowest rank: what fits."""
-    totals = analysis.totals
-    if totals.windows <= _ENOUGH:
-        return every_step(analysis)
-    if len(analysis.by_rank) <= _ENOUGH:
-        return [_mean(rank, "mean") for rank in analysis.by_rank]
-    by_number = {rank.rank: rank for rank in analysis.by_rank}
-    chosen = {"fastest": totals.fastest_rank, "median": totals.median_rank, "slowest": totals.slowest_rank}
-    return [_mean(by_number[rank], name) for name, rank in chosen.items() if rank is not None]
-
-
-def _mean(rank: RankMeans, name: str) -> StepRow:
-    return StepRow(rank.rank, name, rank.step_ns, rank.breakdown_ns)

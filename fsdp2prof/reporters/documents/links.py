@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fsdp2prof.reporters.document import Link, Section, Table, Value
 from fsdp2prof.results.finding import Finding, Place
 from fsdp2prof.results.ledger import NOTHING, LedgerEntry
-from fsdp2prof.results.timeline import RankTimeline, StepTimeline
+from fsdp2prof.results.step import RankTimeline, StepTimeline
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.vocabulary import OPS, in_family, layer_name
 

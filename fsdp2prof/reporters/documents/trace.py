@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fsdp2prof.reporters import columns as c
-from fsdp2prof.reporters.charts.figure import Figure
-from fsdp2prof.reporters.charts.trace import (
-    bandwidth_chart,
-    layer_chart,
-    prefetch_chart,
-    roofline_chart,
-    step_chart,
-    step_rows,
-    wait_chart,
-)
 from fsdp2prof.reporters.document import (
     Block,
     Chart,
@@ -21,6 +13,7 @@ from fsdp2prof.reporters.document import (
     Section,
     Sentences,
     Table,
+    later,
 )
 from fsdp2prof.reporters.documents import builds
 from fsdp2prof.reporters.documents import trace_tables as tables
@@ -31,7 +24,6 @@ from fsdp2prof.reporters.documents.brief import (
     in_order,
     trace_brief,
 )
-from fsdp2prof.reporters.documents.links import trace_links
 from fsdp2prof.reporters.documents.timeline import timeline_section
 from fsdp2prof.reporters.documents.what_if import what_if_section
 from fsdp2prof.reporters.formats import show_gb_per_s, show_op
@@ -70,7 +62,9 @@ def trace_document(analysis: TraceAnalysis) -> Document:
         numbers=trace_numbers(analysis),
         sections=sections,
         data=trace_data(analysis),
-        places=lambda: trace_links(analysis, sections, analysis.verdict, changes, analysis.findings),
+        places=later(
+            "documents.links.trace_links", analysis, sections, analysis.verdict, changes, analysis.findings
+        ),
         brief=trace_brief(analysis, analysis.findings, analysis.verdict),
     )
 
@@ -165,7 +159,8 @@ def _step_section(analysis: TraceAnalysis, predicted: bool) -> list[Section]:
     if not analysis.totals.windows:
         return []
     table = tables.breakdown_table(analysis, predicted)
-    chart = _chart("step_chart", step_title(analysis), step_chart(step_rows(analysis)), "each step, ms")
+    rows = tables.step_rows(analysis)
+    chart = _chart("step_chart", step_title(analysis), "each step, ms", rows) if rows else []
     lead = (
         f"{_who(analysis)}, {_what(analysis)}. The parts are disjoint and sum to the window exactly. "
         "Communication counts only while no compute or FSDP copy runs."
@@ -181,8 +176,9 @@ def _operator_section(analysis: TraceAnalysis, predicted: bool) -> list[Section]
     blocks: list[Block] = [kernels]
     if analysis.operators:
         peaks = analysis.peak_flops_per_s
-        roof = roofline_chart(analysis.operators, peaks, analysis.peak_memory_bytes_per_s) if peaks else None
-        blocks += _chart("roofline_chart", operators_title(analysis), roof, "larger points: more time")
+        if peaks and any(row.bytes for row in analysis.operators):
+            of = analysis.operators, peaks, analysis.peak_memory_bytes_per_s
+            blocks += _chart("roofline_chart", operators_title(analysis), "larger points: more time", *of)
         blocks.append(tables.operator_table(analysis))
     elif not predicted and analysis.kernels and _no_flops(analysis):
         blocks.append(Sentences(title="Achieved rates of products and attention", lines=[_NO_SHAPES]))
@@ -199,8 +195,9 @@ def _communication_section(analysis: TraceAnalysis) -> Section:
         nothing = Sentences(title=title, lines=[_NO_COLLECTIVE if analysis.totals.windows else _NO_STEP])
         return Section(anchor="communication", title=title, blocks=[nothing])
     note = "bar: exposed; tick: all communication of the layer"
-    figure = layer_chart(analysis.layers, analysis.by_layer) if len(analysis.layers) > 1 else None
-    chart = _chart("layer_chart", layers_title(analysis), figure, note)
+    chart: list[Chart] = []
+    if len(analysis.layers) > 1:
+        chart = _chart("layer_chart", layers_title(analysis), note, analysis.layers, analysis.by_layer)
     return Section(anchor="communication", title=title, blocks=[*chart, tables.layer_table(analysis)])
 
 
@@ -208,8 +205,12 @@ def _arrival_section(analysis: TraceAnalysis) -> list[Section]:
     """Lay out the waits: of the compute stream for collectives, of the host for the device."""
     late = tables.late_table(analysis) if analysis.late_folded else None
     note = "from launch to end in ms, medians; needed at 0, so collectives that end after 0 are late"
-    chart = _chart("prefetch_chart", arrivals_title(analysis), prefetch_chart(analysis.arrivals), note)
-    waits = _chart("wait_chart", waits_title(analysis), wait_chart(analysis.layer_waits), _WAITING)
+    chart: list[Chart] = []
+    if analysis.arrivals:
+        chart = _chart("prefetch_chart", arrivals_title(analysis), note, analysis.arrivals)
+    waits: list[Chart] = []
+    if any(row.stall_ns for row in analysis.layer_waits):
+        waits = _chart("wait_chart", waits_title(analysis), _WAITING, analysis.layer_waits)
     return c.section(
         "waits",
         "Waits for collectives",
@@ -226,11 +227,17 @@ def _bandwidth_section(analysis: TraceAnalysis) -> list[Section]:
     if not analysis.bandwidth:
         return []
     note = "dashed: fit of latency plus bytes over a rate; open: may include waiting for absent ranks"
-    sizes = len({row.payload_bytes for row in analysis.bandwidth})
-    figure = bandwidth_chart(analysis.bandwidth, analysis.bandwidth_fits) if sizes >= _SIZES else None
-    chart = _chart("bandwidth_chart", bandwidth_title(analysis), figure, note)
+    chart: list[Chart] = []
+    if len({row.payload_bytes for row in analysis.bandwidth}) >= _SIZES and _rated_sizes(analysis) > 1:
+        of = analysis.bandwidth, analysis.bandwidth_fits
+        chart = _chart("bandwidth_chart", bandwidth_title(analysis), note, *of)
     fits = tables.fit_table(analysis)
     return c.section("bandwidth", "Bandwidth", *chart, tables.bandwidth_table(analysis), fits, detail=True)
+
+
+def _rated_sizes(analysis: TraceAnalysis) -> int:
+    rated = (row for row in analysis.bandwidth if row.busbw_bytes_per_s)
+    return len({row.payload_bytes for row in rated if row.payload_bytes})
 
 
 def _rank_section(analysis: TraceAnalysis) -> list[Section]:
@@ -241,8 +248,9 @@ def _rank_section(analysis: TraceAnalysis) -> list[Section]:
     return c.section("ranks", title, said, tables.wait_table(analysis), tables.straggler_table(analysis))
 
 
-def _chart(name: str, title: str, figure: Figure | None, note: str = "") -> list[Chart]:
-    return [] if figure is None else [Chart(name=name, title=title, note=note, figure=figure)]
+def _chart(name: str, title: str, note: str, *of: Any) -> list[Chart]:
+    """Return the chart that the function of its name draws ``of`` something."""
+    return [Chart(name=name, title=title, note=note, figure=later(f"charts.trace.{name}", *of))]
 
 
 # What each chart shows, in its title: the finding with its unit.

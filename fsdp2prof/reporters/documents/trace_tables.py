@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 
 from fsdp2prof.reporters import columns as c
-from fsdp2prof.reporters.charts.trace import StepRow, every_step, step_rows
 from fsdp2prof.reporters.document import Column, Table, Value
 from fsdp2prof.reporters.formats import show_bytes
 from fsdp2prof.results.communication import BandwidthRow, GroupRow
-from fsdp2prof.results.step import BreakdownNs
+from fsdp2prof.results.step import BreakdownNs, RankMeans
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.units import format_flops, format_frac, format_ns, format_numbers, plural
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, IDLE_CAUSES, LANES, LATE_CAUSES, Word
@@ -28,6 +27,46 @@ _ALWAYS_SHOWN = ("compute", "idle")
 
 
 # Each step by activity.
+
+
+_ENOUGH = 12
+"""Step windows shown one by one; more are one mean a rank, then three ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One bar or row: a step window, or a rank's mean."""
+
+    rank: int
+    step: int | str
+    """Number of the step, or what else the row is: ``mean``, ``fastest``, ``median``, ``slowest``."""
+    window_ns: float
+    breakdown_ns: Mapping[str, float]
+
+
+def every_step(analysis: TraceAnalysis) -> list[StepRow]:
+    """Return every step window."""
+    return [
+        StepRow(rank.rank, step.step, step.duration_ns, asdict(step.breakdown_ns))
+        for rank in analysis.ranks
+        for step in rank.steps
+    ]
+
+
+def step_rows(analysis: TraceAnalysis) -> list[StepRow]:
+    """Return every step window, or each rank's mean, or the fastest, median and slowest rank: what fits."""
+    totals = analysis.totals
+    if totals.windows <= _ENOUGH:
+        return every_step(analysis)
+    if len(analysis.by_rank) <= _ENOUGH:
+        return [_mean_of(rank, "mean") for rank in analysis.by_rank]
+    by_number = {rank.rank: rank for rank in analysis.by_rank}
+    chosen = {"fastest": totals.fastest_rank, "median": totals.median_rank, "slowest": totals.slowest_rank}
+    return [_mean_of(by_number[rank], name) for name, rank in chosen.items() if rank is not None]
+
+
+def _mean_of(rank: RankMeans, name: str) -> StepRow:
+    return StepRow(rank.rank, name, rank.step_ns, rank.breakdown_ns)
 
 
 def breakdown_table(analysis: TraceAnalysis, predicted: bool) -> Table:

@@ -26,7 +26,8 @@ from fsdp2prof.reporters.perfetto.tracks import (
     title,
     track_events,
 )
-from fsdp2prof.tables import IntArray, PhaseTable
+from fsdp2prof.tables.columns import IntArray
+from fsdp2prof.tables.trace import PhaseTable
 from fsdp2prof.vocabulary import layer_name, op_label, printable
 
 _STEPS, _EXPOSED, _STALLS, _PHASES, _LAYERS, _COLLECTIVES, _RECORDED = 1, 2, 3, 100, 200, 300, 400

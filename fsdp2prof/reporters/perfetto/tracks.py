@@ -21,7 +21,7 @@ from fsdp2prof.analyzers.ranks.summary import RankSummary
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.memory import RankMemory
 from fsdp2prof.results.trace import TraceAnalysis
-from fsdp2prof.tables import IntArray
+from fsdp2prof.tables.columns import IntArray
 from fsdp2prof.vocabulary import CATEGORIES, layer_name, printable
 
 Event: TypeAlias = dict[str, Any]

@@ -59,7 +59,7 @@ def _page(document: Document, options: RenderOptions, *, embedded: bool = False)
     from markupsafe import Markup
 
     charts = document.charts()
-    details = {name: chart.detail for name, chart in charts.items() if chart.detail is not None}
+    details = {name: chart.zoomed() for name, chart in charts.items() if chart.detail is not None}
     scripts = [_asset("datatables.min.js"), _asset("tables.js")]
     if charts:
         scripts += [_plotly(), _asset("charts.js")]
@@ -69,7 +69,7 @@ def _page(document: Document, options: RenderOptions, *, embedded: bool = False)
     page: str = _template("page").render(
         document=document,
         title=options.source or document.title,
-        figures=Markup(_json_in_script({name: chart.figure for name, chart in charts.items()})),
+        figures=Markup(_json_in_script({name: chart.drawn() for name, chart in charts.items()})),
         details=_packed(json.dumps(details, allow_nan=False, separators=(",", ":"))) if details else "",
         dark=Markup(_json_in_script(DARK)),
         loader=Markup(loader),

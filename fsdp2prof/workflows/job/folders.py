@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
 
 from fsdp2prof.errors import InputError, TraceError
-from fsdp2prof.readers.trace.chrome_trace import peek_rank
-from fsdp2prof.readers.trace.nsys_report import is_nsys_report, nsys_processes
+from fsdp2prof.readers.trace.chrome_trace import peek_rank, processes_in
 from fsdp2prof.workflows.job.one_job import Candidate, Found, in_order, of_one_job, read_name
 
 _MOST_FOLDERS_DEEP = 5
@@ -131,7 +130,7 @@ def _likely_traces(root: Path, level: Iterable[Path], depth: int) -> list[Path]:
 def _peeked(root: Path, path: Path, refused: list[str]) -> Candidate | None:
     try:
         rank, world_size = peek_rank(path)
-        if is_nsys_report(path) and (count := len(nsys_processes(path))) > 1:
+        if (count := processes_in(path)) > 1:
             raise TraceError(f"{path}: a report of {count} processes; analyse it separately")
     except TraceError as error:
         refused.append(f"left out: {error}")

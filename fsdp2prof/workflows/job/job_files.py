@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from zipfile import BadZipFile, ZipFile
 
 from fsdp2prof.errors import InputError
-from fsdp2prof.readers.trace.chrome_trace import peek_rank
-from fsdp2prof.readers.trace.nsys_report import is_nsys_report, nsys_processes
+from fsdp2prof.readers.trace.chrome_trace import peek_rank, processes_in
 from fsdp2prof.run_directory import OOM_SNAPSHOT_FILE, PACKED, TRIAL_FILE
 from fsdp2prof.workflows.job.folders import (
     find_memory_files,
@@ -137,8 +136,8 @@ class JobFiles:
             return self._chosen(find_traces(self.path, self._iteration))
         if _is_memory_file(self.path):
             return Found(absent=f"{self.path}: a memory recording, not a trace")
-        if is_nsys_report(self.path) and len(processes := nsys_processes(self.path)) > 1:
-            return self._chosen(_processes_of_report(self.path, len(processes)))
+        if (processes := processes_in(self.path)) > 1:
+            return self._chosen(_processes_of_report(self.path, processes))
         rank, world_size = peek_rank(self.path)
         return self._chosen(self._one_file(rank, world_size))
 

@@ -32,7 +32,7 @@ from fsdp2prof.results.estimate import (
 )
 from fsdp2prof.results.memory import MEMORY_SCHEMA, MemoryAnalysis
 from fsdp2prof.results.run import RUN_ANALYSIS_SCHEMA, RunAnalysis
-from fsdp2prof.results.timeline import StepTimeline, TimelineLane
+from fsdp2prof.results.step import StepTimeline, TimelineLane
 from fsdp2prof.results.trace import TRACE_SCHEMA, TraceAnalysis
 from fsdp2prof.vocabulary import LANES, PHASES
 from fsdp2prof.workflows.job.job_files import JobFiles, require

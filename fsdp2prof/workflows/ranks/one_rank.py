@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, TypedDict
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds
 from fsdp2prof.analyzers.trace.analysis import References
 from fsdp2prof.errors import InputError, SnapshotError, TraceError, UsageError
-from fsdp2prof.garbage import no_garbage_collection
-from fsdp2prof.worker_processes import map_in_processes, usable_cores
+from fsdp2prof.worker_processes import map_in_processes, no_garbage_collection, usable_cores
 from fsdp2prof.workflows.job.folders import is_trace_name
 from fsdp2prof.workflows.job.job_files import at_hand, seen_from_anywhere
 from fsdp2prof.workflows.job.one_job import RankFile
@@ -33,7 +32,8 @@ if TYPE_CHECKING:
     from fsdp2prof.manifest import RankManifest
     from fsdp2prof.results.memory import AtPeak
     from fsdp2prof.run_directory import PackedManifest
-    from fsdp2prof.tables import MemoryRecording, Trace
+    from fsdp2prof.tables.allocations import MemoryRecording
+    from fsdp2prof.tables.trace import Trace
     from fsdp2prof.workflows.ranks.cluster import Cluster
 
 

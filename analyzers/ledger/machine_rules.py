@@ -1,14 +1,124 @@
-"""Ranks in the ledger that could have run: without a processor, or without the interpreter."""
+"""The machine in the ledger: processors that ranks waited for, threads that held the interpreter."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING
 
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
-from fsdp2prof.analyzers.ledger.machine import oversubscribed, waits_for_processors
+from fsdp2prof.manifest import MachineInfo, RankManifest
+from fsdp2prof.units import format_frac, plural
+
+if TYPE_CHECKING:
+    from fsdp2prof.results.run import ProcessorUse
+
+_STARVED = 0.1
+"""Part of a step that the training thread waits for a processor, from which on its host is called starved."""
+_MORE = 2
+"""Ratio of processor waiting to the other ranks' from which a rank counts as starved."""
+
+
+def waited_ns(manifest: RankManifest) -> dict[int, int]:
+    """Return step -> time in which the training thread could run and had no processor."""
+    return {
+        one.step: one.main_thread_waiting_ns
+        for one in manifest.host_steps
+        if one.main_thread_waiting_ns is not None
+    }
+
+
+def waits_for_processors(manifests: Sequence[RankManifest]) -> dict[tuple[int, int], int]:
+    """Return the same by rank and step."""
+    return {(one.rank, step): ns for one in manifests for step, ns in waited_ns(one).items()}
+
+
+def starved_frac(manifest: RankManifest) -> float | None:
+    """Return the part of a rank's captured steps that it waited for a processor; None unknown."""
+    waited = waited_ns(manifest)
+    took = {one.step: one.duration_ns for one in manifest.steps if one.step in waited}
+    whole = sum(took.values())
+    return sum(waited[step] for step in took) / whole if whole else None
+
+
+def starved_ranks(manifests: Sequence[RankManifest]) -> dict[int, str]:
+    """Return the ranks that wait for a processor much longer than the others, each with a sentence.
+
+    A rank with more work waits longer on a busy host; it is starved only if it also waits more for each
+    nanosecond that it runs.
+    """
+    parts = {one.rank: part for one in manifests if (part := starved_frac(one)) is not None}
+    pressures = {one.rank: _pressure(one) for one in manifests if one.rank in parts}
+    found = {}
+    for rank, part in parts.items():
+        others = [other for other in parts if other != rank]
+        more = all(
+            measure[rank] >= _MORE * median(measure[other] for other in others)
+            for measure in (parts, pressures)
+            if others
+        )
+        if part >= _STARVED and more:
+            found[rank] = f"Its training thread waits {format_frac(part)} of a step for a CPU core."
+    return found
+
+
+def _pressure(manifest: RankManifest) -> float:
+    """Return the time that the training thread waits for a processor, for each nanosecond that it has one."""
+    waited = waited_ns(manifest)
+    ran = sum(one.main_thread_cpu_ns for one in manifest.host_steps if one.step in waited)
+    return sum(waited.values()) / max(1, ran)
+
+
+def processor_use(manifests: Sequence[RankManifest]) -> ProcessorUse | None:
+    """Return how much the ranks waited for processors and how much of these others used; None unknown."""
+    waits = [part for one in manifests if (part := starved_frac(one)) is not None]
+    hosts: dict[str, list[RankManifest]] = defaultdict(list)
+    for one in manifests:
+        hosts[one.host].append(one)
+    others = [part for ranks in hosts.values() if (part := _others_frac(ranks)) is not None]
+    if not waits and not others:
+        return None
+    from fsdp2prof.results.run import ProcessorUse  # with it come the results of memory and sharding
+
+    return ProcessorUse(wait_frac=max(waits, default=None), others_frac=max(others, default=None))
+
+
+def _others_frac(ranks: Sequence[RankManifest]) -> float | None:
+    """Return the fraction of a host's processor time not used by the ranks; None if unknown.
+
+    Each rank's part is from its own captured steps; all ranks capture the same ones.
+    """
+    own, taken = 0.0, []
+    for rank in ranks:
+        steps = [one for one in rank.host_steps if one.machine_busy_ns is not None and one.machine_time_ns]
+        if not steps:
+            return None
+        whole = sum(one.machine_time_ns or 0 for one in steps)
+        busy = sum((one.machine_busy_ns or 0) + (one.machine_steal_ns or 0) for one in steps)
+        taken.append(busy / whole)
+        own += sum(one.cpu_time_ns for one in steps) / whole
+    return min(1.0, max(0.0, median(taken) - own))
+
+
+def oversubscribed(manifests: Sequence[RankManifest]) -> tuple[str, str]:
+    """Return which ranks have more threads than processors and the remedy; otherwise empty texts."""
+    hosts: dict[str, list[MachineInfo]] = defaultdict(list)
+    for one in manifests:
+        if one.machine is not None and one.machine.torch_threads and one.machine.usable_cores:
+            hosts[one.host].append(one.machine)
+    for machines in hosts.values():
+        threads = sum(one.torch_threads for one in machines)
+        cores = max(one.usable_cores for one in machines)
+        said = f"{threads} threads of the ranks share {plural(cores, 'CPU core')}"
+        if threads > cores and max(one.torch_threads for one in machines) > 1:
+            return said, "Give each rank fewer threads: OMP_NUM_THREADS, or torch.set_num_threads()."
+        if threads > cores and cores < max(one.cores for one in machines):
+            return said, "Allow the ranks more of their host's CPU cores (taskset, --cpus-per-task)."
+    return "", ""
+
 
 _BLOCKED = (
     "communication",

@@ -1,1 +1,0 @@
-"""Bytes and counts of the collectives of a training step."""
