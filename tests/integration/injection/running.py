@@ -86,7 +86,7 @@ class Injections:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-_EXPECTED = {"returns": {0}, "raises": {1}, "SIGTERM": {-15}}
+_EXPECTED = {"returns": {0}, "raises": {1}, "no memory": {1}, "SIGTERM": {-15}}
 
 
 def _tracebacks(folder: Path) -> int:

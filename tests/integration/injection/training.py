@@ -48,7 +48,7 @@ BOUNDARY = (
 STEPS = 9
 TRIAL_STEPS = 28
 """For a trial of two candidates: settling, a round, a recording of each."""
-ENDINGS = ("returns", "raises", "SIGTERM")
+ENDINGS = ("returns", "raises", "SIGTERM", "no memory")
 SLOW_S = 2.0
 PATIENCE_S = 150.0
 """Seconds until a training counts as hanging."""
@@ -199,8 +199,9 @@ def train(injection: dict[str, Any], rank: int, *, after_fork: Any) -> None:
     ranks = injection.get("ranks", 1)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     store = dist.HashStore() if ranks == 1 else met(Path(injection["folder"], "port"), rank, ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    device = "cuda" if torch.cuda.is_available() and ranks == 1 else "cpu"
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=ranks)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device)
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
@@ -208,7 +209,7 @@ def train(injection: dict[str, Any], rank: int, *, after_fork: Any) -> None:
     with recorder_of(injection) as recorder:
         train_steps(injection, model, optimizer, recorder, after_fork)
     with torch.no_grad():
-        print("evaluated", model(torch.ones(1, 8)).sum().item().hex())
+        print("evaluated", model(torch.ones(1, 8, device=device)).sum().item().hex())
     dist.destroy_process_group()
 
 
@@ -225,6 +226,7 @@ def train_steps(
     injection: dict[str, Any], model: nn.Module, optimizer: Any, recorder: Any, after_fork: Any
 ) -> None:
     steps, ending = injection.get("steps", STEPS), injection.get("ending", "returns")
+    device = next(model.parameters()).device
     for step in range(steps):
         if step == 2:
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -236,10 +238,12 @@ def train_steps(
             print("worker", os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
         if step == steps - 1 and ending == "raises":
             raise ValueError("the training's own")
+        if step == steps - 1 and ending == "no memory":
+            torch.empty(1 << 50, device=device)
         if step == steps - 1 and ending == "SIGTERM":
             sys.stdout.flush()
             os.kill(os.getpid(), signal.SIGTERM)
-        loss = model(torch.randn(4, 8)).square().mean()
+        loss = model(torch.randn(4, 8, device=device)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
