@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +21,7 @@ from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.files import write_json
 from fsdp2prof.manifest import RankManifest, RecordOptions, RunInfo, StepInfo, WatchedStep
 from fsdp2prof.readers.run.documents import read_last_steps
+from fsdp2prof.recorder.rank import watching
 from fsdp2prof.recorder.rank.watching import StepLines
 from fsdp2prof.reporters.open_metrics import open_metrics
 from fsdp2prof.workflows.watch import watch_run
@@ -203,3 +207,44 @@ def test_on_a_gpu_the_waits_that_fsdp_makes_the_compute_stream_do_are_measured(t
     first, second = lines_of(tmp_path)
     assert (first.exposed_ns, second.exposed_ns) == (2 * 3 * MS, 0)
     assert (first.allocated_peak_bytes, first.reserved_peak_bytes, first.retries) == (5, 7, 2)
+
+
+class FatalInChildren:
+    """A CUDA event: freed in a forked child, it aborts it."""
+
+    parent = os.getpid()
+
+    def record(self, stream: object) -> None: ...
+
+    def query(self) -> bool:
+        return False
+
+    def __del__(self) -> None:
+        if os.getpid() != self.parent:
+            os._exit(6)
+
+
+def test_a_forked_child_frees_no_event_and_writes_no_line(tmp_path: Path, monkeypatch: Any) -> None:
+    """A worker of a data loader, for example."""
+    monkeypatch.setattr(watching, "_new_pair", lambda: (FatalInChildren(), FatalInChildren()))
+    monkeypatch.setattr(watching, "_caller", lambda: "torch.distributed.fsdp._fully_shard")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "compute")
+    monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda *_: None)
+    lines = StepLines(tmp_path)
+    lines.begin("cuda", blocking=False)
+    lines._device_type = "cpu"  # its memory is read on a CPU
+    wait: Any = torch.cuda.Stream.wait_event
+    lines._write(WatchedStep(step=1, duration_ns=MS), 0)
+    wait("compute")
+    lines.end_step(StepInfo(step=2, start_ns=0, duration_ns=MS))
+    wait("compute")
+    child = os.fork()
+    if not child:
+        lines.forget()
+        gc.collect()
+        assert lines._file is not None
+        lines._file.close()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    lines.end()
+    assert [line.step for line in lines_of(tmp_path)] == [1, 2]

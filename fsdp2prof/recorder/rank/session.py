@@ -214,7 +214,10 @@ class RankSession:
         """In a forked child: nothing is watched and nothing counted any more."""
         self._active = False
         guard.clean("captures", self._captures.forget)
-        self._stop_watching()
+        self._close_hang()
+        if self._lines is not None:
+            guard.clean("watch", self._lines.forget)
+        self._remove_watches()
 
     def _summarise(self) -> None:
         if self._summaries is not None:
@@ -413,6 +416,9 @@ class RankSession:
     def _stop_watching(self) -> None:
         self._close_hang()
         self._end_lines()
+        self._remove_watches()
+
+    def _remove_watches(self) -> None:
         guard.clean("roots", self._roots.remove)
         guard.clean("recording", self._watch.remove)
         guard.clean("profilers", training_profilers.remove)

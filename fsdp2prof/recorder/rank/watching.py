@@ -7,6 +7,8 @@ collectives block. Nothing is waited for: a line is written when its events have
 
 from __future__ import annotations
 
+import ctypes
+import os
 import resource
 import sys
 import time
@@ -91,6 +93,19 @@ class StepLines:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def forget(self) -> None:
+        """Stop in a forked child, where CUDA cannot be used: freeing one of its events would abort it.
+
+        What is buffered is the parent's to write.
+        """
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # nor freed when the child's interpreter ends
+        if self._waits is not None:
+            self._waits.remove()
+        if self._file is not None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._file.fileno())
+            os.close(nowhere)
 
     def _write(self, line: WatchedStep, exposed_ns: int) -> None:
         line.exposed_ns = None if exposed_ns < 0 else exposed_ns
