@@ -1,4 +1,4 @@
-"""On a GPU: a recorded peak equals the allocator's own, to the byte."""
+"""On a GPU: a recorded peak equals the allocator's own, to the byte, and a training keeps its workers."""
 
 from __future__ import annotations
 
@@ -57,3 +57,11 @@ def test_trace_of_a_gpu_run_is_attributed(tmp_path):
         assert sum(step["breakdown_ns"].values()) == step["duration_ns"]
         assert step["breakdown_ns"]["compute"] > 0
         assert step["breakdown_ns"]["fsdp_copy"] > 0
+
+
+@pytest.mark.parametrize("options", [[], ["--watch", "--hang-after", "60"]], ids=["default", "watched"])
+def test_forked_workers_of_a_loader_live_on(tmp_path, options):
+    """CUDA cannot be used in them: freeing an event of the recorder's would abort them."""
+    script = SCRIPT.with_name("train_with_workers.py")
+    command = ["-m", "fsdp2prof", "record", "-o", tmp_path / "run", *options, "--", sys.executable, script]
+    assert run(*command) == run(script)
