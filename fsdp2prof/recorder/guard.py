@@ -273,9 +273,11 @@ class Guard:
             message = f"{_NAMES[part]} failed {at}: {reason}"
             self._failed.setdefault(part, message)
             undo = self._undo.pop(part, None)
+            if os.getpid() != self._pid:  # a forked child's device and profiler are the parent's
+                return
             if undo is not None:
                 self._try(undo)
-            if first and os.getpid() == self._pid:
+            if first:
                 self._try(self._tell, part, message, error)
         except _OF_THE_TRAINING:
             raise

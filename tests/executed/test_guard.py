@@ -167,6 +167,16 @@ def test_a_death_waits_until_a_file_is_whole_and_what_was_recorded_is_saved(guar
     os.close(reader)
 
 
+def test_a_forked_child_undoes_nothing_of_its_parent(guard: Guard) -> None:
+    """Its manifest, its profiler and its device are not the child's to stop."""
+    guard.when_off("captures", lambda: os._exit(3))
+    child = os.fork()
+    if not child:
+        guard.run("captures", int, "no number")
+        os._exit(0 if guard.is_off("captures") else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_a_failure_that_cannot_be_said_is_harmless(tmp_path: Path) -> None:
     class Silent(Exception):
         def __str__(self) -> str:
