@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -211,7 +212,11 @@ class RankSession:
         self._summarise()
 
     def forget(self) -> None:
-        """In a forked child: nothing is watched and nothing counted any more."""
+        """In a forked child: nothing is watched and nothing counted any more.
+
+        Freeing a CUDA event would abort the child, also when its interpreter ends.
+        """
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         self._active = False
         guard.clean("captures", self._captures.forget)
         self._close_hang()

@@ -7,7 +7,6 @@ collectives block. Nothing is waited for: a line is written when its events have
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import sys
@@ -95,11 +94,7 @@ class StepLines:
             self._file = None
 
     def forget(self) -> None:
-        """Stop in a forked child, where CUDA cannot be used: freeing one of its events would abort it.
-
-        What is buffered is the parent's to write.
-        """
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # nor freed when the child's interpreter ends
+        """Stop in a forked child, without freeing a CUDA event; what is buffered is the parent's to write."""
         if self._waits is not None:
             self._waits.remove()
         if self._file is not None:
