@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from fsdp2prof.reporters.document import Document
+if TYPE_CHECKING:
+    from fsdp2prof.reporters.document import Document
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
