@@ -547,6 +547,11 @@ class RankManifest(_Record):
         return self.host, self.environment.get("CUDA_VISIBLE_DEVICES", ""), str(device.index)
 
     @property
+    def has_peers(self) -> bool:
+        """Whether other ranks exist: torch's ``fake`` backend makes groups of a world without them."""
+        return all(group.backend != "fake" for group in self.process_groups)
+
+    @property
     def ignored_parameters(self) -> list[str]:
         """Parameters under a root that FSDP ignores (``ignored_params``)."""
         return [one.fqn for one in self.unsharded or () if one.kind == "parameter"]

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from fsdp2prof.errors import InputError, TraceError
-from fsdp2prof.manifest import RankManifest, RunInfo
+from fsdp2prof.manifest import ProcessGroupInfo, RankManifest, RunInfo
+from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job.job_files import open_job
 from fsdp2prof.workflows.job.one_job import Found
@@ -173,6 +174,19 @@ def test_a_run_directory_knows_its_ranks(tmp_path: Path) -> None:
     assert found.world_size == 4
     assert found.warnings == ("rank 3: no trace",)
     assert "1 of 4 ranks left no recording: rank 1" in open_job(run).messages
+
+
+def test_a_world_without_peers_misses_no_rank(tmp_path: Path) -> None:
+    """torch's fake backend: one process acts as a rank of eight."""
+    run = run_directory(tmp_path / "run", {0: True}, world_size=8)
+    file = run / "rank-00000" / "manifest.json"
+    for backend, state in (("nccl", "partial"), ("fake", "complete")):
+        groups = [ProcessGroupInfo(name="0", desc="default_pg", backend=backend, ranks=list(range(8)))]
+        manifest = RankManifest(state="complete", world_size=8, process_groups=groups)
+        file.write_bytes(msgspec.json.encode(manifest))
+        opened = open_run(run)
+        assert opened.info.state == state
+        assert bool(opened.messages) == (state == "partial")
 
 
 def test_a_run_without_traces(tmp_path: Path) -> None:

@@ -215,7 +215,10 @@ def _state_messages(manifest: RankManifest) -> list[str]:
 def _missing_ranks(info: RunInfo, records: tuple[RankRecord, ...]) -> str | None:
     if info.rehearsal is not None:
         return None
-    worlds = [record.manifest.world_size for record in records if record.manifest is not None]
+    manifests = [record.manifest for record in records if record.manifest is not None]
+    if not all(manifest.has_peers for manifest in manifests):
+        return None
+    worlds = [manifest.world_size for manifest in manifests]
     world_size = info.world_size or max(worlds, default=0)
     missing = sorted(set(range(world_size)) - {record.rank for record in records})
     if not missing:

@@ -159,6 +159,8 @@ class NodeRecording:
         expected = set(range(info.world_size or 0)) if is_alone(path, node_rank) else seen
         if info.rehearsal is not None:
             expected = {info.rehearsal.rank}
+        elif not all(one.has_peers for one in manifests):
+            expected = {one.rank for one in manifests}
         info.state = _state(code, manifests, expected, interrupted)
         info.wrappers = sorted(wrappers)
         info.messages = _messages(records, code, expected, processes, alive_pids, wrappers, failures)
