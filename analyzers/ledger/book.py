@@ -178,7 +178,7 @@ class Book:
                 continue
             of_it, whole = part(charge) if callable(part) else part
             ns = charge.ns * of_it // whole
-            taken.append(replace(charge, ns=ns))
+            taken.append(charge if ns == charge.ns else replace(charge, ns=ns))
             if ns < charge.ns:
                 kept.append(replace(charge, ns=charge.ns - ns, count=0, bytes=0))
         self._pool[cause] = kept

@@ -205,6 +205,8 @@ def _threads(book: Book) -> None:
 
 def _taken(book: Book, amounts: Mapping[tuple[int, int], int], causes: Sequence[str]) -> list[Charge]:
     """Take an amount per rank and step out of the time of some causes, the same part of each charge."""
+    if not any(amounts.values()):
+        return []
     pool = _pool(book, causes)
     mine = []
     for cause in causes:
@@ -212,7 +214,8 @@ def _taken(book: Book, amounts: Mapping[tuple[int, int], int], causes: Sequence[
             whole = pool[one.rank, one.step]
             part = one.ns * min(whole, amounts.get((one.rank, one.step), 0)) // whole if whole else 0
             mine += [replace(one, ns=part, cause="starved", count=0)] if part else []
-            book.put_back([replace(one, ns=one.ns - part)] if one.ns > part or not part else [])
+            rest = replace(one, ns=one.ns - part) if part else one
+            book.put_back([rest] if rest.ns or not part else [])
     return mine
 
 

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support.large_run import large_run
-from support.plans import small_plan
 from support.results import memory_analysis, run_analysis, trace_analysis
-from support.samples import SAMPLES
 
 from fsdp2prof.errors import UsageError
 from fsdp2prof.reporters.document import Column, Document, Section, Table
@@ -16,7 +14,6 @@ from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.ledger import LedgerRest
-from fsdp2prof.vocabulary import printable
 
 
 def rendered(result: object, form: str = "text", **options: object) -> str:
@@ -37,28 +34,6 @@ def test_a_run_of_any_size_is_one_screen(ranks: int) -> None:
     assert run.memory is not None
     assert len(rendered(run.trace, brief=True).splitlines()) <= 40
     assert len(rendered(run.memory, brief=True).splitlines()) <= 40
-
-
-def test_a_plan_is_one_screen_that_names_the_configurations() -> None:
-    plan = small_plan()
-    for width in (80, 100):
-        text = RENDERERS["text"].render(build(plan), RenderOptions(width=width, brief=True))
-        assert isinstance(text, str)
-        assert len(text.splitlines()) <= 40
-        best = plan.families[0].best.name
-        assert all(part in text for part in best.replace(",", "").split())
-        assert "not shown at this width" not in text
-
-
-@pytest.mark.parametrize("width", [80, 100])
-@pytest.mark.parametrize("name", SAMPLES)
-def test_every_result_is_one_screen_by_default(name: str, width: int) -> None:
-    made = build(SAMPLES[name][2]())
-    text = RENDERERS["text"].render(made, RenderOptions(width=width, brief=True))
-    assert isinstance(text, str)
-    assert len(text.splitlines()) <= made.brief_lines <= (60 if name == "run_analysis" else 40)
-    flat = " ".join(text.split())
-    assert all(printable(" ".join(line.split())) in flat for line in made.verdict)
 
 
 def test_a_long_result_gives_rows_up_before_its_sections() -> None:

@@ -25,7 +25,7 @@ from support.results import (
     run_summary,
     trace_analysis,
 )
-from support.samples import SAMPLES
+from support.samples import sample
 
 from fsdp2prof.analyzers.compare.sides import Side, compare
 from fsdp2prof.analyzers.fail_on import check, parse
@@ -450,7 +450,7 @@ def test_an_estimate_kept_as_json_is_a_side(tmp_path) -> None:
 
 
 def test_a_predicted_step_kept_as_json_stands_above_a_recorded_one(tmp_path) -> None:
-    made = SAMPLES["step_estimate"][2]()
+    made = sample("step_estimate")
     kept = tmp_path / "estimate.json"
     kept.write_text(as_json(made))
     read = read_side(kept)

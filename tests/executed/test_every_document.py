@@ -8,7 +8,7 @@ import re
 from functools import cache
 
 import pytest
-from support.samples import SAMPLES
+from support.samples import SAMPLES, sample
 
 from fsdp2prof.reporters.document import Document, Table
 from fsdp2prof.reporters.documents import build
@@ -19,7 +19,7 @@ from fsdp2prof.vocabulary import printable
 
 @cache
 def document(name: str) -> Document:
-    return build(SAMPLES[name][2]())
+    return build(sample(name))
 
 
 def rendered(name: str, form: str, **options: object) -> str:
@@ -62,7 +62,7 @@ def test_the_verdict_opens_the_text(name: str) -> None:
 @pytest.mark.parametrize("name", SAMPLES)
 def test_every_table_is_data(name: str) -> None:
     tables = document(name).tables()
-    frames = to_pandas(SAMPLES[name][2]())
+    frames = to_pandas(sample(name))
     assert list(frames) == list(tables)
     for key, table in tables.items():
         written = list(csv.reader(io.StringIO(rendered(name, "csv", table=key))))
@@ -87,3 +87,12 @@ def test_every_section_and_table_is_on_the_page(name: str) -> None:
         assert f'{place} id="{section.anchor}">' in page
     assert page.count("<table>") >= len(shown_tables(document(name)))
     assert page.count("data-figure=") == len(document(name).charts())
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_result_is_one_screen_by_default(name: str, width: int) -> None:
+    made, text = document(name), rendered(name, "text", width=width, brief=True)
+    assert len(text.splitlines()) <= made.brief_lines <= (60 if name == "run_analysis" else 40)
+    flat = " ".join(text.split())
+    assert all(printable(" ".join(line.split())) in flat for line in made.verdict)

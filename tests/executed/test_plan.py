@@ -766,3 +766,14 @@ def test_a_cost_has_its_currency(plan: Plan) -> None:
     assert any(header.startswith("EUR per") for header in headers)
     unnamed = build(replace(plan, given=replace(plan.given, currency=None)))
     assert "(currency of --price) a billion tokens" in [figure.label for figure in unnamed.numbers]
+
+
+def test_a_plan_is_one_screen_that_names_the_configurations() -> None:
+    plan = small_plan()
+    for width in (80, 100):
+        text = RENDERERS["text"].render(build(plan), RenderOptions(width=width, brief=True))
+        assert isinstance(text, str)
+        assert len(text.splitlines()) <= 40
+        best = plan.families[0].best.name
+        assert all(part in text for part in best.replace(",", "").split())
+        assert "not shown at this width" not in text

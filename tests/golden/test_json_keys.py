@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from support.results import trace_analysis
-from support.samples import SAMPLES
+from support.samples import SAMPLES, sample
 
 from fsdp2prof.estimators.config.option import options_of
 from fsdp2prof.estimators.config.policy import PolicySpec
@@ -71,8 +71,8 @@ def test_no_key_was_renamed_or_removed_and_new_ones_are_noted(name: str) -> None
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_the_document_has_no_key_that_is_not_declared_and_misses_none_at_the_top(name: str) -> None:
-    kind, schema, sample = SAMPLES[name]
-    document = json.loads(as_json(sample()))
+    kind, schema, _ = SAMPLES[name]
+    document = json.loads(as_json(sample(name)))
     declared = set(declared_keys(kind))
     written = set(written_keys(document, declared))
     assert document["schema"] == schema

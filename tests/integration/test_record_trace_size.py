@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -51,33 +54,61 @@ Path(os.environ["SEEN"], str(rank)).write_text(json.dumps([seen, calls]))
 dist.destroy_process_group()
 """
 
+Recording: TypeAlias = tuple[list[RankManifest], list[list], bytes]
 
-def record(
-    tmp_path: Path, ranks: int, *options: str, work: int = 0
-) -> tuple[list[RankManifest], list[list], bytes]:
-    """Record the script; return its manifests, what each rank saw of the recorder, and stderr."""
-    script, seen = tmp_path / "train.py", tmp_path / "seen"
+
+def training(folder: Path, ranks: int, work: int, *before: str) -> tuple[tuple[int, bytes], list[list]]:
+    """Run the script behind some words; return how it ended, and what each rank saw of the recorder."""
+    script, seen = folder / "train.py", folder / "seen"
+    seen.mkdir(parents=True)
     script.write_text(SCRIPT.replace("WORK", str(work)))
-    seen.mkdir()
-    environment = training_environment(SEEN=str(seen), LOG=str(tmp_path / "stderr"))
-    command = torchrun(script, ranks)
-    alone = ended(command, tmp_path / "alone", env=environment)
-    if alone[0]:  # torchrun gave up by itself, as it may on a busy machine: nothing to compare with
-        alone = ended(command, tmp_path / "alone_again", env=environment)
-    run = tmp_path / "run"
-    recorder = [sys.executable, "-m", "fsdp2prof", "record", "--wait", "0", "-o", str(run), *options, "--"]
-    logged = ["sh", "-c", 'exec "$@" 2>"$LOG"', "sh", *recorder, *command]
-    assert ended(logged, tmp_path / "recorded", env=environment) == alone
-    opened = [one.manifest for one in open_run(run).ranks]
-    return (
-        [one for one in opened if one is not None],
-        [json.loads((seen / str(rank)).read_text()) for rank in range(ranks)],
-        (tmp_path / "stderr").read_bytes(),
-    )
+    environment = training_environment(SEEN=str(seen), LOG=str(folder / "stderr"))
+    end = ended([*before, *torchrun(script, ranks)], folder / "cwd", env=environment)
+    return end, [json.loads((seen / str(rank)).read_text()) for rank in range(ranks) if not end[0]]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], tuple[int, bytes]]:
+    """How the script ends without the recorder, for a number of ranks and of more operators a rank."""
+
+    @cache
+    def end(ranks: int, work: int) -> tuple[int, bytes]:
+        folder = tmp_path_factory.mktemp("alone")
+        first, _ = training(folder / "first", ranks, work)
+        # torchrun may give up by itself on a busy machine: nothing to compare with
+        return training(folder / "again", ranks, work)[0] if first[0] else first
+
+    return end
+
+
+@pytest.fixture
+def record(alone: Callable[[int, int], tuple[int, bytes]]) -> Callable[..., Recording]:
+    """Record the script; return its manifests, what each rank saw of the recorder, and stderr."""
+
+    def recorded(folder: Path, ranks: int, *options: str, work: int = 0) -> Recording:
+        run = folder / "run"
+        recorder = [
+            sys.executable,
+            "-m",
+            "fsdp2prof",
+            "record",
+            "--wait",
+            "0",
+            "-o",
+            str(run),
+            *options,
+            "--",
+        ]
+        end, seen = training(folder, ranks, work, "sh", "-c", 'exec "$@" 2>"$LOG"', "sh", *recorder)
+        assert end == alone(ranks, work)
+        opened = [one.manifest for one in open_run(run).ranks]
+        return [one for one in opened if one is not None], seen, (folder / "stderr").read_bytes()
+
+    return recorded
 
 
 @pytest.mark.parametrize(("world", "recorded"), [(2, [0]), pytest.param(4, [1, 2], marks=pytest.mark.slow)])
-def test_ranks_left_out_do_nothing_and_the_others_record_the_same_steps(tmp_path, world, recorded):
+def test_ranks_left_out_do_nothing_and_the_others_record_the_same_steps(tmp_path, record, world, recorded):
     chosen = ",".join(map(str, recorded))
     manifests, seen, _ = record(tmp_path, world, "--ranks", chosen, "--active", "2")
     for rank, (manifest, (states, calls)) in enumerate(zip(manifests, seen, strict=True)):
@@ -95,11 +126,9 @@ def test_ranks_left_out_do_nothing_and_the_others_record_the_same_steps(tmp_path
 
 
 @pytest.mark.slow
-def test_as_many_steps_are_traced_as_fit_on_every_rank(tmp_path):
+def test_as_many_steps_are_traced_as_fit_on_every_rank(tmp_path, record):
     """Rank 1 runs 2,000 operators more a step, so that its file is some ten times as large."""
     first, others = tmp_path / "first", tmp_path / "others"
-    first.mkdir()
-    others.mkdir()
     manifests, _, log = record(first, 2, "--active", "3", "--max-trace-size", "1GB", work=2000)
     start = MEASURED_STEPS + 1
     assert [one.traced_steps for one in manifests] == [[start, start + 1, start + 2]] * 2
@@ -119,7 +148,7 @@ def test_as_many_steps_are_traced_as_fit_on_every_rank(tmp_path):
     assert b"rank 0: 2 of 3 steps traced: --max-trace-size" in log
 
 
-def test_a_limit_below_one_step_traces_none(tmp_path):
+def test_a_limit_below_one_step_traces_none(tmp_path, record):
     manifests, _, log = record(tmp_path, 2, "--ranks", "0", "--active", "3", "--max-trace-size", "1KB")
     assert manifests[0].traced_steps == []
     assert len(manifests[0].memory_steps) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +249,9 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
     ),
 }
 """Short name -> type, schema, what makes one."""
+
+
+@cache
+def sample(name: str) -> Any:
+    """Return the sample of a name, made once a process."""
+    return SAMPLES[name][2]()
