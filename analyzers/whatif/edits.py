@@ -67,11 +67,6 @@ def _gathers(program: RankProgram) -> list[Gather]:
     return sorted(found, key=lambda one: one.needed_at)
 
 
-def without_gathers(program: RankProgram, dropped: list[Gather]) -> RankProgram:
-    """Leave all-gathers out, with their copies and the host work for them."""
-    return _without(program, [part for one in dropped for part in (one.issue, one.copy_out)])
-
-
 def reduced_once(program: RankProgram) -> tuple[RankProgram, dict[str, int]]:
     """Reduce each group's gradients in the last backward before the optimizer's step only.
 
@@ -171,7 +166,7 @@ def resharded(program: RankProgram, policy: str) -> RankProgram:
         return stays_gathered(policy, is_root=is_root(fqn))
 
     dropped = [one for one in gathers(program) if one.phase == "backward" and stays(one.fqn)]
-    program = without_gathers(program, dropped)
+    program = _without(program, [part for one in dropped for part in (one.issue, one.copy_out)])
     found = gathers(program)
     missing = _missing(found, {one.fqn for one in found if not stays(one.fqn)})
     if not missing:

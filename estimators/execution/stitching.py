@@ -139,7 +139,7 @@ def growth_between(shallow: Execution, deeper: Execution, period: int) -> dict[i
     if not _same_history(mine, theirs) or not _same_labels(mine, theirs):
         return None
     differs = np.flatnonzero(mine.allocations.size != theirs.allocations.size).tolist()
-    if any(extension.repeated[row] for row in differs) or not _same_tensors(extension.execution, deeper):
+    if any(extension.repeated[row] for row in differs) or _roles(extension.execution) != _roles(deeper):
         return None
     growth = theirs.allocations.size - mine.allocations.size
     return {extension.origin[row]: int(growth[row]) for row in differs}
@@ -290,11 +290,6 @@ def _events_before(recording: MemoryRecording, times: IntArray) -> IntArray:
     freed = allocations.free_ns[allocations.free_order != NEVER]
     events = np.sort(np.concatenate([allocations.alloc_ns, freed]))
     return np.asarray(np.searchsorted(events, times), dtype=np.int64)
-
-
-def _same_tensors(mine: Execution, theirs: Execution) -> bool:
-    """Whether the storages of known role, and those on the host, are the same rows."""
-    return _roles(mine) == _roles(theirs)
 
 
 def _roles(execution: Execution) -> tuple[object, ...]:

@@ -137,7 +137,7 @@ class _Asked:
     def _with(self, value: int) -> PlanRequest:
         request = self._request
         if self._question == "min gpus":
-            return request.with_gpus(value)
+            return replace(request, gpus=value)
         if self._question == "max seq-len":
             return replace(request, policy=replace(request.policy, seq_len=value))
         fixed = {**request.fixed_policy, "batch_size": value}

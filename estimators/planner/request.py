@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from fsdp2prof.errors import ModelError
@@ -100,10 +100,6 @@ class PlanRequest:
     def limit_bytes(self) -> int:
         """Device memory that a configuration may take, the headroom left out."""
         return int(self.cluster.hardware.memory_bytes * (1 - self.reserve_frac))
-
-    def with_gpus(self, gpus: int) -> PlanRequest:
-        """The same on another number of GPUs."""
-        return replace(self, gpus=gpus)
 
 
 def parse_fixed(text: str) -> tuple[dict[str, int], dict[str, Any]]:
