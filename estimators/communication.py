@@ -5,6 +5,7 @@ Only tensor parallelism that no formula describes is executed for it, on tensors
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding.groups import ParameterGroup, freeze, parameter_groups
 from fsdp2prof.estimators.sharding.wrapping import reshard_rule
 from fsdp2prof.estimators.simulate.program import Program
+from fsdp2prof.estimators.techniques.pipeline_order import gathered_at, order_of
 from fsdp2prof.estimators.techniques.registry import check_parallelism, notes_of, part_of
 from fsdp2prof.estimators.techniques.weight_sync import WeightSyncSpec, weight_sync
 from fsdp2prof.estimators.timeline.capture import capture_stitched
@@ -80,13 +82,13 @@ def estimate_built(
     ledger.add_events(
         steady_step(
             scheduled,
-            micro_batches=policy.grad_accum,
-            sync=policy.sync,
-            keep_between=mesh.pp > 1,
+            micro_batches=policy.grad_accum if mesh.pp == 1 else policy.pp_runs,
+            sync=policy.sync if mesh.pp == 1 else "each",
             forwards=2 if policy.runs_itself_before else 1,
         )
     )
     rule = reshard_rule(built, policy)
+    ledger.add_events(_gathered_again(scheduled, built, mesh, policy))
     notes = [*_notes(policy, flow), *built.all_notes, *([] if rule is None else [rule])]
     notes += add_parallel_traffic(ledger, built, groups, mesh, policy)
     if executed is not None:
@@ -189,6 +191,25 @@ def _scheduled(
         for group in groups
     ]
     return [group for fqn in flow.has_backward for group in traffic if group.fqn == fqn]
+
+
+def _gathered_again(
+    scheduled: Sequence[ScheduledGroup], model: Model, mesh: MeshSpec, policy: PolicySpec
+) -> Iterator[Event]:
+    """Yield gathers of stages that the schedule of a pipeline resharded for others, after the first."""
+    if len(model.stages) < 2 or not policy.rules.pipelines_gather_stages:
+        return
+    order = order_of(policy.pp_schedule, mesh.pp, policy.pipelined)[policy.pp_stage]
+    counts = Counter(stage for _, fetched in gathered_at(order) for stage in fetched)
+    start, block_of = 0, {fqn: at for at, fqn in enumerate(model.blocks)}
+    for stage, part in zip(sorted(counts), model.stages, strict=True):
+        held = range(start, start + part.blocks)
+        start += part.blocks
+        for group in scheduled:
+            block = next((at for fqn, at in block_of.items() if f"{group.fqn}.".startswith(f"{fqn}.")), None)
+            is_held = part.is_first or part.is_last if block is None else block in held
+            if is_held:
+                yield from [Event("all_gather", group, "forward")] * ((counts[stage] - 1) * policy.pp_runs)
 
 
 def _head_apart(

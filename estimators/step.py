@@ -337,7 +337,9 @@ def step_figures(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: 
 def _figures(
     model: ModelSpec, mesh: MeshSpec, whole: PolicySpec, cluster: Cluster, micro_batches: int
 ) -> StepFigures:
-    policy = replace(whole, grad_accum=micro_batches)
+    policy = (
+        whole if micro_batches == whole.grad_accum else replace(whole, grad_accum=micro_batches, pp_runs=1)
+    )
     program = program_of(model, mesh, policy)
     program, costs = _costed(program, mesh, cluster.with_attention_of(policy), None)
     program, timeline, _, analysis = _simulated(program, model, mesh, costs)

@@ -47,6 +47,10 @@ class TorchRules:
     Source: ``min_cut_rematerialization_partition`` of 2.7.0 and 2.8.0."""
     clipping_reduces_every_norm: bool
     """From 2.10 on ``clip_grad_norm_`` all-reduces the norms of all parameters; before, their total."""
+    pipelines_gather_stages: bool
+    """From 2.10 on a pipeline schedule of several stages a rank gathers the next three stages it works on and
+    reshards the others; before, a stage stays gathered from its first forward to its last backward.
+    Source: ``_add_unshard_reshard`` of schedules.py, which all these schedules use; pytorch #165467."""
     prefers_cudnn_attention: bool
     """From 2.11 on ``scaled_dot_product_attention`` chooses cuDNN first on compute capability 9.0 and 10.0.
     Source: ``check_prefer_cudnn_attention`` of sdp_utils.cpp, which asks for a cuDNN above 9.15; the wheels
@@ -78,6 +82,7 @@ def _rules(version: tuple[int, int]) -> TorchRules:
         rms_norm_is_fused=version >= (2, 9),
         partitioner_knows_parameters=version >= (2, 8),
         clipping_reduces_every_norm=version >= (2, 10),
+        pipelines_gather_stages=version >= (2, 10),
         prefers_cudnn_attention=version >= (2, 11),
     )
 

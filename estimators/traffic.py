@@ -150,7 +150,7 @@ def add_parallel_traffic(
         notes.append(
             f"pipeline stage {policy.pp_stage} of {mesh.pp} as analysed: "
             f"{plural(len(model.blocks), 'layer')} of {model.blocks[0]} to {model.blocks[-1]}, one send per "
-            "micro-batch and neighbour, parameters gathered once a step"
+            "micro-batch and neighbour, gradients reduced once a run of the schedule"
         )
     return notes
 
@@ -265,7 +265,7 @@ def _add_replicated_gradients(
                     axis=axis,
                     dtype=dtype,
                     payload_bytes=parameter.numel * dtype_bytes(dtype),
-                    count=counts.reductions,
+                    count=counts.reductions * policy.pp_runs,
                 )
 
 

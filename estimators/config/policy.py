@@ -387,6 +387,12 @@ class PolicySpec:
         "rank; zb1p and zbv are zero-bubble schedules.",
         planned=True,
     )
+    pp_runs: int = of_parallelism(
+        1,
+        Integer(1, _MOST_REPEATS),
+        "Times per step that the pipeline schedule runs, each with its share of the micro-batches and a "
+        "reduction of gradients at its end.",
+    )
     extra_model: ExtraModels | None = of_training(
         None,
         ExtraModelsText(),
@@ -496,6 +502,11 @@ class PolicySpec:
     def stages_per_rank(self) -> int:
         """Stages that a rank of a pipeline holds."""
         return stages_of(self.pp_schedule)
+
+    @property
+    def pipelined(self) -> int:
+        """Micro-batches of one run of the pipeline schedule."""
+        return self.grad_accum // self.pp_runs
 
     @property
     def splits_backward(self) -> bool:

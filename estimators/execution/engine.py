@@ -42,7 +42,7 @@ from fsdp2prof.estimators.execution.fake_world import (
     stand_in_device,
     tensor_parallel_mesh,
 )
-from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
+from fsdp2prof.estimators.execution.pipeline_stage import PipelineRank
 from fsdp2prof.estimators.execution.second_models import (
     MODEL_ROOT,
     SecondModel,
@@ -220,7 +220,8 @@ class FakeRank:
         """Give the models their memory and return the training; ``following`` is around the trained one's."""
         device = stand_in_device()
         with following():
-            materialize(self.model.module, device, self.host)
+            for root in self.model.roots:
+                materialize(root, device, self.host)
         for other in self.others:
             materialize(other.model.module, device, self.host)
         with following():
@@ -233,7 +234,7 @@ class FakeRank:
             host=self.host,
             device=device,
             loss_is_parallel=self.model.divides_logits(self._sizes.tp, self._policy.loss_parallel),
-            stage=PipelineStage(self.model, self._sizes, self._policy) if self._sizes.pp > 1 else None,
+            stage=PipelineRank(self.model, self._sizes, self._policy) if self._sizes.pp > 1 else None,
         )
 
 
@@ -329,7 +330,7 @@ def _sharded(
     with unset_fake_temporarily():  # a mesh is a real tensor
         experts = expert_mesh(mesh)
         meshes = fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh), experts
-        shard(model, policy, *meshes, graphs=graphs)
+        model = replace(model, roots=shard(model, policy, *meshes, graphs=graphs))
         exchange_tokens(model, policy, experts, tensor_parallel_mesh(device_mesh))
     return model
 
@@ -376,7 +377,7 @@ def _known_tensors(
         for key, state in (optimizer.state[parameter] if optimizer is not None else {}).items():
             if isinstance(state, Tensor):
                 yield _info("optimizer_state", fqn, f"{name}.{key}", state, tracker)
-    units = [unit for unit, part in module.named_modules() if isinstance(part, FSDPModule)]
+    units = ["", *(unit for unit, part in module.named_modules() if isinstance(part, FSDPModule))]
     for name, part in module.named_modules():
         for key, buffer in part.named_buffers(recurse=False) if isinstance(part, PackedLinear) else ():
             owner = max((unit for unit in units if f"{name}.".startswith(f"{unit}.") or not unit), key=len)
@@ -391,16 +392,16 @@ def _reshard(root: nn.Module) -> None:
             module.reshard()
 
 
-def _receive_buffers(stage: PipelineStage, tracker: StorageTracker) -> Iterator[TensorInfo]:
+def _receive_buffers(stage: PipelineRank, tracker: StorageTracker) -> Iterator[TensorInfo]:
     """Yield the buffers in which a stage receives its neighbours' activations and gradients."""
     for name, buffers in (("received", stage.activations), ("received_gradient", stage.gradients)):
-        for micro_batch, buffer in enumerate(buffers):
-            yield _info("activation", "", f"{name}.{micro_batch}", buffer, tracker)
+        for at, buffer in enumerate(buffers.values()):
+            yield _info("activation", "", f"{name}.{at}", buffer, tracker)
 
 
 def _owners(root: nn.Module) -> dict[nn.Parameter, str]:
     """Map each parameter to the FSDP module that shards it, as FSDP's labels name it."""
-    owners: dict[nn.Parameter, str] = {}
+    owners: dict[nn.Parameter, str] = dict.fromkeys(root.parameters(), "")
     for unit, module in root.named_modules():  # outer modules first
         if isinstance(module, FSDPModule):
             owners.update(dict.fromkeys(root.get_submodule(unit).parameters(), unit))

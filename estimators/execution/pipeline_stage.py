@@ -1,189 +1,214 @@
 """One rank of a pipeline, trained by a schedule: what ``torch.distributed.pipelining`` keeps there.
 
-With one stage a rank the order is the schedule's own: under 1F1B the forwards of ``min(stages - stage, M)``
-of the M micro-batches run ahead, so that that many micro-batches' activations are alive at once. Where a
-backward is split, torch's own functions make the gradients of the stage's input first and those of its
-weights later. Activations from the stage before and gradients from the stage after are received in buffers
-of their own per micro-batch, made in the first step and kept: (B, S, D) in the compute dtype, S divided by
-tp. Gradients are accumulated unsharded and reduced after the last backward.
-
-Of several stages on a rank the layers are run as one stage, with as many micro-batches under way as torch's
-order has of all stages together; each stage has receive buffers of its own.
+The order is the schedule's own: under 1F1B the forwards of ``min(stages - stage, M)`` of the M micro-batches
+run ahead, so that that many micro-batches' activations are alive at once. Where a backward is split, torch's
+own functions make the gradients of the stage's input first and those of its weights later. Activations from
+the stage before and gradients from the stage after are received in buffers of their own per micro-batch,
+made in the first step and kept: (B, S, D) in the compute dtype, S divided by tp. Neighbours on the same rank
+pass tensors on instead. A stage's gradients are accumulated unsharded and reduced after its last backward.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
 from fsdp2prof.estimators.config.mesh import MeshSpec
-from fsdp2prof.estimators.config.pipeline import has_ends
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.fake_world import stand_in_device
 from fsdp2prof.estimators.models.decoder import RECEIVED_AS
 from fsdp2prof.estimators.models.losses import logits_loss, logits_of
 from fsdp2prof.estimators.models.model import Batch, Model
-from fsdp2prof.estimators.techniques.pipeline import micro_batches_under_way
-from fsdp2prof.estimators.techniques.pipeline_order import (
-    Kind,
-    neighbours_of,
-    order_of,
-)
+from fsdp2prof.estimators.techniques.pipeline_order import StageWork, gathered_at, order_of, stages_of_rank
 from fsdp2prof.labels import PIPELINE_ACTION
 
+_Key: TypeAlias = tuple[int, int]
+"""A stage and a micro-batch."""
 
-class PipelineStage:
-    """Runs the micro-batches of a step through the layers of one rank, cut out and sharded before."""
+
+class PipelineRank:
+    """Runs the micro-batches of a step through the stages of one rank, cut out and sharded before."""
 
     def __init__(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
         self._model = model
         self._policy = policy
-        self._is_first, self._is_last = has_ends(policy.pp_schedule, mesh.pp, policy.pp_stage)
-        self._work = list(_order(mesh, policy))
-        self._received = neighbours_of(policy.pp_schedule, mesh.pp, policy.pp_stage)
+        own = stages_of_rank(policy.pp_schedule, mesh.pp, policy.pp_stage)
+        self._roots: dict[int, Any] = dict(zip(own, model.roots, strict=True))
+        self._last = mesh.pp * len(own) - 1
+        self._work = order_of(policy.pp_schedule, mesh.pp, policy.pipelined)[policy.pp_stage]
+        self._ends = {work.stage: at for at, work in enumerate(self._work)}
+        gathers = len(own) > 1 and policy.rules.pipelines_gather_stages
+        self._gathered = gathered_at(self._work) if gathers else []
         assert model.width is not None
         self._shape = (policy.sequences, model.hidden_length(mesh.tp, policy.seq_len), model.width)
         self._output: Tensor | None = None
         self._sent: Tensor | None = None
-        self._outputs: dict[int, Tensor] = {}
-        self._logits: dict[int, Tensor] = {}
+        self._outputs: dict[_Key, Tensor] = {}
+        self._logits: dict[_Key, Tensor] = {}
         """Of a last stage, which keeps them until their backward has run, whatever the loss has saved."""
-        self._deferred: dict[int, Callable[[], object]] = {}
-        self.activations: list[Tensor] = []
-        """Buffers that receive the activations of the stage before; none on the first stage."""
-        self.gradients: list[Tensor] = []
-        """Buffers that receive the gradients of the stage after; none on the last stage."""
+        self._deferred: dict[_Key, Callable[[], object]] = {}
+        self._passed: dict[_Key, Tensor] = {}
+        """Inputs that the stage before made on this rank."""
+        self._passed_back: dict[_Key, Tensor] = {}
+        """Gradients of outputs that the stage after made on this rank."""
+        self.activations: dict[_Key, Tensor] = {}
+        """Buffers that receive the activations of a stage before on another rank."""
+        self.gradients: dict[_Key, Tensor] = {}
+        """Buffers that receive the gradients of a stage after on another rank."""
 
     def forward_backward(self) -> None:
         """Run every micro-batch forward and backward in the order of the schedule."""
         if not self.activations and not self.gradients:
-            self._make_buffers(self._policy.grad_accum)
-        root = self._model.module
-        assert isinstance(root, FSDPModule)
-        _expect_last_backward(root, False)
-        is_labelled = self._policy.splits_backward
-        for kind, micro_batch in self._work:
-            label = f"{PIPELINE_ACTION}{self._policy.pp_stage}{kind}{micro_batch}"
-            with record_function(label) if is_labelled else nullcontext():
-                self._run(kind, micro_batch)
-        _reduce_gradients(root)
+            self._make_buffers(self._policy.pipelined)
+        for _ in range(self._policy.pp_runs):
+            self._run_schedule()
         self._output = self._sent = None
 
-    def _run(self, kind: Kind, micro_batch: int) -> None:
-        if kind == "F":
-            self._outputs[micro_batch] = self._forward(micro_batch)
-        elif kind == "B":
-            self._backward(self._outputs.pop(micro_batch), micro_batch)
-        elif kind == "I":
-            self._backward_of_input(self._outputs.pop(micro_batch), micro_batch)
+    def _run_schedule(self) -> None:
+        for root in self._roots.values():
+            _expect_last_backward(root, False)
+        is_labelled = self._policy.splits_backward
+        for at, work in enumerate(self._work):
+            if self._gathered:
+                self._gather(*self._gathered[at])
+            label = f"{PIPELINE_ACTION}{work.stage}{work.kind}{work.micro_batch}"
+            with record_function(label) if is_labelled else nullcontext():
+                self._run(work)
+            if at == self._ends[work.stage]:
+                _reduce_gradients(self._roots[work.stage])
+        if self._gathered:
+            self._gather(list(self._roots), [])
+
+    def _gather(self, dropped: list[int], fetched: list[int]) -> None:
+        """Reshard some stages and gather others, all units of each at once."""
+        for stage in dropped:
+            for unit in _units(self._roots[stage]):
+                unit.reshard()
+        for stage in fetched:
+            self._roots[stage]._get_fsdp_state()._lazy_init()
+            handles = [unit.unshard(async_op=True) for unit in _units(self._roots[stage])]
+            for handle in handles:
+                assert handle is not None
+                handle.wait()
+
+    def _run(self, work: StageWork) -> None:
+        key = work.stage, work.micro_batch
+        if work.kind == "F":
+            self._outputs[key] = self._forward(key)
+        elif work.kind == "B":
+            self._backward(key)
+        elif work.kind == "I":
+            self._backward_of_input(key)
         else:
-            self._deferred.pop(micro_batch)()
-        if kind in "BI":
-            self._logits.pop(micro_batch, None)
+            self._deferred.pop(key)()
+        if work.kind in ("B", "I"):
+            self._logits.pop(key, None)
 
     def _make_buffers(self, micro_batches: int) -> None:
         dtype = getattr(torch, self._policy.compute_dtype)
 
-        def make(stages: int, requires_grad: bool) -> list[Tensor]:
-            return [
-                torch.empty(self._shape, dtype=dtype, device=stand_in_device(), requires_grad=requires_grad)
-                for _ in range(stages * micro_batches)
-            ]
+        def make(stages: list[int], requires_grad: bool) -> dict[_Key, Tensor]:
+            return {
+                (stage, at): torch.empty(
+                    self._shape, dtype=dtype, device=stand_in_device(), requires_grad=requires_grad
+                )
+                for stage in stages
+                for at in range(micro_batches)
+            }
 
-        before, after = self._received
-        self.activations = make(before, True)
-        self.gradients = make(after, False)
+        own = self._roots
+        self.activations = make([stage for stage in own if stage and stage - 1 not in own], True)
+        self.gradients = make([stage for stage in own if stage < self._last and stage + 1 not in own], False)
 
-    def _forward(self, micro_batch: int) -> Tensor:
+    def _forward(self, key: _Key) -> Tensor:
         """Return the stage's output, or its loss on the last stage, and keep the output till the next."""
-        policy, root = self._policy, self._model.module
-        if not self._is_first and not self._is_last:
-            self._output = self._run_stage(self._received_batch(micro_batch))
-            return self._output
-        batch = self._model.make_batch(policy.sequences, policy.seq_len, stand_in_device())
-        if self._is_first and self._is_last:
-            return self._model.loss(root, batch, policy.loss)
-        if self._is_first:
-            self._output = self._run_stage(batch)
-            return self._output
-        received = replace(self._received_batch(micro_batch), targets=batch.targets)
+        policy, stage = self._policy, key[0]
+        root = self._roots[stage]
+        batch = self._batch(key)
+        if stage < self._last:
+            self._output = output = _run_stage(root, batch)
+            if stage + 1 in self._roots:
+                self._passed[stage + 1, key[1]] = output.detach().requires_grad_()
+            return output
         if policy.loss not in ("full", "native"):
-            return self._model.loss(root, received, policy.loss)
+            return self._model.loss(root, batch, policy.loss)
         assert batch.targets is not None
-        self._output = self._logits[micro_batch] = self._run_stage(received)
+        self._output = self._logits[key] = _run_stage(root, batch)
         return logits_loss(self._output, batch.targets, policy.loss)
 
-    def _received_batch(self, micro_batch: int) -> Batch:
-        """The previous stage's output, as the model takes it."""
-        hidden = self.activations[micro_batch]
-        return Batch(args=(hidden,)) if self._model.decoder is None else Batch(named={RECEIVED_AS: hidden})
+    def _batch(self, key: _Key) -> Batch:
+        """The model's batch, where a stage is an end of it, around the output of the stage before."""
+        stage = key[0]
+        is_end = stage in (0, self._last)
+        made = (
+            self._model.make_batch(self._policy.sequences, self._policy.seq_len, stand_in_device())
+            if is_end
+            else None
+        )
+        if stage == 0:
+            assert made is not None
+            return made
+        hidden = self._input(key)
+        own = Batch(args=(hidden,)) if self._model.decoder is None else Batch(named={RECEIVED_AS: hidden})
+        return own if made is None else replace(own, targets=made.targets)
 
-    def _run_stage(self, batch: Batch) -> Tensor:
-        return logits_of(self._model.module(*batch.args, **batch.named))
+    def _input(self, key: _Key) -> Tensor:
+        return self._passed[key] if key in self._passed else self.activations[key]
 
-    def _gradient(self, micro_batch: int) -> Tensor | None:
-        """Of the output: received, or none of a loss."""
-        return None if self._is_last else self.gradients[micro_batch]
+    def _gradient(self, key: _Key) -> Tensor | None:
+        """Of the output: received or passed back, or none of a loss."""
+        if key[0] == self._last:
+            return None
+        return self._passed_back.pop(key) if key in self._passed_back else self.gradients[key]
 
-    def _backward(self, output: Tensor, micro_batch: int) -> None:
+    def _backward(self, key: _Key) -> None:
         """Run a micro-batch backward and keep its input's gradient, which is sent, till the next."""
-        output.backward(self._gradient(micro_batch))  # type: ignore[no-untyped-call]
-        self._send_gradient(micro_batch)
+        self._outputs.pop(key).backward(self._gradient(key))  # type: ignore[no-untyped-call]
+        self._send_gradient(key)
 
-    def _backward_of_input(self, output: Tensor, micro_batch: int) -> None:
+    def _backward_of_input(self, key: _Key) -> None:
         """Make the gradient of the stage's input, and leave the weights' for later.
 
         The first stage has no input to make one for: all of its backward is left, as torch leaves it.
         """
         from torch.distributed.pipelining import _backward as torch_backward
 
-        weights = self._model.module.parameters
-        gradient = self._gradient(micro_batch)
-        if self._is_first:
-            self._deferred[micro_batch] = lambda: torch.autograd.backward([output], [gradient])
+        weights = self._roots[key[0]].parameters
+        output, gradient = self._outputs.pop(key), self._gradient(key)
+        if key[0] == 0:
+            self._deferred[key] = lambda: torch.autograd.backward([output], [gradient])
             return
         _, groups = torch_backward.stage_backward_input(
-            [output], None if gradient is None else [gradient], [self.activations[micro_batch]], weights()
+            [output], None if gradient is None else [gradient], [self._input(key)], weights()
         )
-        self._deferred[micro_batch] = lambda: torch_backward.stage_backward_weight(weights(), groups)
-        self._send_gradient(micro_batch)
+        self._deferred[key] = lambda: torch_backward.stage_backward_weight(weights(), groups)
+        self._send_gradient(key)
 
-    def _send_gradient(self, micro_batch: int) -> None:
-        if not self._is_first:
-            received = self.activations[micro_batch]
-            self._sent, received.grad = received.grad, None
+    def _send_gradient(self, key: _Key) -> None:
+        if key[0] == 0:
+            return
+        received = self._input(key)
+        gradient, received.grad = received.grad, None
+        if self._passed.pop(key, None) is None:
+            self._sent = gradient
+        else:
+            assert gradient is not None
+            self._passed_back[key[0] - 1, key[1]] = gradient
 
 
-def _order(mesh: MeshSpec, policy: PolicySpec) -> Iterator[tuple[Kind, int]]:
-    """Yield a rank's work: of one stage in torch's order, of several as if they were one."""
-    if policy.stages_per_rank == 1:
-        order = order_of(policy.pp_schedule, mesh.pp, policy.grad_accum)[policy.pp_stage]
-        yield from ((work.kind, work.micro_batch) for work in order)
-        return
-    most = micro_batches_under_way(mesh, policy)
-    first: Kind = "I" if policy.splits_backward else "B"
-    waiting: deque[int] = deque()
-    later: deque[int] = deque()
-    for micro_batch in range(policy.grad_accum):
-        while later and len(waiting) + len(later) >= most.alive:
-            yield "W", later.popleft()
-        yield "F", micro_batch
-        waiting.append(micro_batch)
-        while waiting and (len(waiting) >= most.forwards or micro_batch == policy.grad_accum - 1):
-            yield first, waiting[0]
-            done = waiting.popleft()
-            if policy.splits_backward:
-                later.append(done)
-            while later and len(later) >= most.weights:
-                yield "W", later.popleft()
-    yield from (("W", micro_batch) for micro_batch in later)
+def _run_stage(root: nn.Module, batch: Batch) -> Tensor:
+    return logits_of(root(*batch.args, **batch.named))
+
+
+def _units(root: nn.Module) -> list[FSDPModule]:
+    return [part for part in root.modules() if isinstance(part, FSDPModule)]
 
 
 def _expect_last_backward(root: FSDPModule, expected: bool) -> None:

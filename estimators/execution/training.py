@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,13 +32,14 @@ from fsdp2prof.estimators.compiler.graphs import Graphs
 from fsdp2prof.estimators.config.optimizers import OptimizerFactory
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.fake_world import HostMemory
-from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
+from fsdp2prof.estimators.execution.pipeline_stage import PipelineRank
 from fsdp2prof.estimators.execution.second_models import MODEL_ROOT, SecondModel
 from fsdp2prof.estimators.models.experts import ExpertExchange
 from fsdp2prof.estimators.models.model import Batch, Model
 from fsdp2prof.estimators.sharding.groups import freeze, shard_dim
-from fsdp2prof.estimators.sharding.wrapping import WrapUnit, wrap_units
+from fsdp2prof.estimators.sharding.wrapping import ROOT, WrapUnit, wrap_units
 from fsdp2prof.estimators.techniques.float8.weight import compute_scales
+from fsdp2prof.estimators.techniques.pipeline import stage_views
 from fsdp2prof.estimators.techniques.recomputation import checkpoint_blocks, recomputation
 from fsdp2prof.estimators.torch_rules import fsdp_method_refusal, installed_root_obeys_reshard
 from fsdp2prof.labels import root_label
@@ -52,8 +53,10 @@ def shard(
     experts: DeviceMesh | None = None,
     *,
     graphs: Graphs | None = None,
-) -> FSDPModule:
-    """Parallelize, freeze, checkpoint and shard a model on meta, in that order; returns its root.
+) -> tuple[Any, ...]:
+    """Parallelize, freeze, checkpoint and shard a model on meta, in that order; returns its roots.
+
+    It has several if it is several stages of a pipeline, each of which is sharded on its own.
 
     With ``graphs`` its blocks run compiled, store their graphs there, and are checkpointed as the compiler
     does it. Raises ``ModelError`` for a model without a tensor-parallel plan if one is needed, and for
@@ -80,35 +83,47 @@ def shard(
             "a newer torch must be installed"
         )
     offload = CPUOffloadPolicy(pin_memory=False) if policy.offload else OffloadPolicy()
+    roots = stage_views(model)
+
+    def modules_of(fqns: Sequence[str]) -> list[list[nn.Module]]:
+        if fqns == ROOT:
+            return [[root] for root in roots]
+        return [[model.module.get_submodule(fqn) for fqn in fqns]]  # through wrappers of checkpointed blocks
+
+    def first_of(fqns: Sequence[str]) -> Any:
+        return modules_of(fqns)[0][0]
+
     for unit in units:
-        modules = [model.module.get_submodule(fqn) for fqn in unit.fqns]
-        try:
-            fully_shard(
-                modules[0] if len(modules) == 1 else modules,
-                mesh=mesh,
-                mp_policy=_mixed_precision(unit),
-                offload_policy=offload,
-                reshard_after_forward=unit.reshard_after_forward,
-                shard_placement_fn=placement,
-            )
-        except NotImplementedError as error:
-            raise ModelError(f"torch {torch.__version__} cannot shard {model.name}: {error}") from error
-    root = model.module
-    assert isinstance(root, FSDPModule)
-    _prefetch(root, units)
+        for modules in modules_of(unit.fqns):
+            try:
+                fully_shard(
+                    modules[0] if len(modules) == 1 else modules,
+                    mesh=mesh,
+                    mp_policy=_mixed_precision(unit),
+                    offload_policy=offload,
+                    reshard_after_forward=unit.reshard_after_forward,
+                    shard_placement_fn=placement,
+                )
+            except NotImplementedError as error:
+                raise ModelError(f"torch {torch.__version__} cannot shard {model.name}: {error}") from error
     for unit in units:
+        first = first_of(unit.fqns)
+        if unit.forward_prefetch:
+            first.set_modules_to_forward_prefetch(list(map(first_of, unit.forward_prefetch)))
+        if unit.backward_prefetch:
+            first.set_modules_to_backward_prefetch(list(map(first_of, unit.backward_prefetch)))
         if not unit.unshard_in_backward:
-            _tell(
-                cast(FSDPModule, model.module.get_submodule(unit.fqns[0])), "set_unshard_in_backward", False
-            )
-    if policy.separate_reduce_scatter_group:
-        _tell(root, "set_separate_reduce_scatter_group", True)
-    if policy.reduce_scatter_buffers > 1:
-        _tell(root, "set_reduce_scatter_max_input_buffers", policy.reduce_scatter_buffers)
-    return root
+            for sharded, *_ in modules_of(unit.fqns):
+                _tell(sharded, "set_unshard_in_backward", False)
+    for root in roots:
+        if policy.separate_reduce_scatter_group:
+            _tell(root, "set_separate_reduce_scatter_group", True)
+        if policy.reduce_scatter_buffers > 1:
+            _tell(root, "set_reduce_scatter_max_input_buffers", policy.reduce_scatter_buffers)
+    return roots
 
 
-def _tell(root: FSDPModule, method: str, value: int) -> None:
+def _tell(root: nn.Module, method: str, value: int) -> None:
     refusal = fsdp_method_refusal(method)
     if refusal is not None:
         raise ModelError(f"{refusal}: leave the option out")
@@ -153,7 +168,7 @@ class TrainingLoop:
     """Where the batches are made."""
     loss_is_parallel: bool
     """The logits are sharded over the vocabulary."""
-    stage: PipelineStage | None = None
+    stage: PipelineRank | None = None
     """Schedule of the micro-batches if the model is a stage of a pipeline."""
     held: list[Tensor] = field(default_factory=list)
     """Logits of the last micro-batch, where the script keeps them."""
@@ -247,20 +262,6 @@ def _mixed_precision(unit: WrapUnit) -> MixedPrecisionPolicy:
         reduce_dtype=_dtype(unit.reduce_dtype),
         output_dtype=_dtype(unit.output_dtype),
     )
-
-
-def _prefetch(root: FSDPModule, units: Sequence[WrapUnit]) -> None:
-    def first_of(fqns: Sequence[str]) -> FSDPModule:
-        module = cast(nn.Module, root).get_submodule(fqns[0])  # through the wrappers of checkpointed blocks
-        assert isinstance(module, FSDPModule)
-        return module
-
-    for unit in units:
-        first = first_of(unit.fqns)
-        if unit.forward_prefetch:
-            first.set_modules_to_forward_prefetch(list(map(first_of, unit.forward_prefetch)))
-        if unit.backward_prefetch:
-            first.set_modules_to_backward_prefetch(list(map(first_of, unit.backward_prefetch)))
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

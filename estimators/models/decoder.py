@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,30 @@ def cut_decoder(
     text.num_hidden_layers = len(kept)
     for fqn in absent:
         module.set_submodule(fqn, nn.Identity())
+
+
+def view_of(module: nn.Module, blocks: tuple[str, ...]) -> nn.Module:
+    """A module that shares all parts of ``module``, so that cutting its ``blocks`` leaves the other whole.
+
+    The modules around the blocks are copies, which share parameters and buffers but not hooks.
+    """
+    configs: dict[int, Any] = {}
+    root = part = _shallow(module, configs)
+    for name in blocks[0].split(".")[:-1]:
+        inner = _shallow(getattr(part, name), configs)
+        part._modules[name] = inner
+        part = inner
+    return root
+
+
+def _shallow(module: nn.Module, configs: dict[int, Any]) -> nn.Module:
+    made = copy(module)
+    for name, value in vars(module).items():
+        if isinstance(value, dict) and name not in ("_parameters", "_buffers"):
+            made.__dict__[name] = value.copy()
+    if "config" in vars(module):
+        made.config = deepcopy(module.config, configs)
+    return made
 
 
 def per_layer(text: Any, layers: int) -> dict[str, list[Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 
@@ -102,6 +102,15 @@ def elements_of(module: nn.Module) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StagePart:
+    """What a stage of a pipeline has of a rank's model."""
+
+    blocks: int
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
     """A model ready to be sharded: the module and the inputs for training it."""
 
@@ -150,6 +159,10 @@ class Model:
     """The input that its idle modules need."""
     notes: tuple[str, ...] = ()
     """Assumptions of an estimate of the model, one sentence each."""
+    stages: tuple[StagePart, ...] = ()
+    """Its stages in order, where it is several of a pipeline."""
+    roots: tuple[Any, ...] = ()
+    """Modules that FSDP sharded as roots: its own, or a view of each stage; none before."""
 
     @property
     def all_notes(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from fsdp2prof.estimators.models.model import Model
 if TYPE_CHECKING:
     from torch import nn
 
-_ROOT = ("",)
+ROOT = ("",)
 _BY_UNIT = (
     "reshard",
     "param_dtype",
@@ -171,7 +171,7 @@ def _ordered(model: Model, policy: PolicySpec, names: Mapping[str, nn.Module]) -
     if repeated:
         raise ModelError(f"wrap: {repeated[0]} would be sharded twice")
     position = {fqn: index for index, fqn in enumerate(names)}
-    return [*sorted(units, key=lambda unit: (-unit[0].count("."), position[unit[0]])), _ROOT]
+    return [*sorted(units, key=lambda unit: (-unit[0].count("."), position[unit[0]])), ROOT]
 
 
 def _kept_by_torchtitan(
@@ -189,7 +189,7 @@ def _kept_by_torchtitan(
     after = [
         unit
         for unit in order
-        if unit != _ROOT and position[unit[0]] > position[last] and not unit[0].startswith(inside)
+        if unit != ROOT and position[unit[0]] > position[last] and not unit[0].startswith(inside)
     ]
     return frozenset(after or [(last,)])
 
@@ -197,7 +197,7 @@ def _kept_by_torchtitan(
 def _reshard_of(
     policy: PolicySpec, unit: tuple[str, ...], value: Any, kept: frozenset[tuple[str, ...]]
 ) -> bool | int:
-    if unit == _ROOT:
+    if unit == ROOT:
         if not policy.rules.root_obeys_reshard:
             return False
         if policy.reshard_root is not None:
@@ -250,7 +250,7 @@ def _targets(
 
 
 def _named_unit(target: str, units: Sequence[tuple[str, ...]], name: str) -> tuple[str, ...]:
-    unit = _ROOT if target == "root" else tuple(target.split("+"))
+    unit = ROOT if target == "root" else tuple(target.split("+"))
     if unit not in units:
         raise ModelError(f"{name}: {target} is not wrapped separately; add it to --wrap")
     return unit
@@ -260,7 +260,7 @@ def _matching(
     item: str, names: Mapping[str, nn.Module], model: Model, option: str
 ) -> Iterable[tuple[str, ...]]:
     if item == "root":
-        return [_ROOT]
+        return [ROOT]
     if item == "block":
         if not model.blocks:
             raise ModelError(f"{option}: {model.name} has no repeated block; name classes or modules to wrap")

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import astuple, replace
+from typing import TYPE_CHECKING
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.pipeline import has_ends, schedule_rule
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.models.model import Model, StagePart
 from fsdp2prof.estimators.techniques.pipeline_order import (
     InFlight,
     enough_micro_batches,
     in_flight,
     order_of,
     rank_of_stage,
+    stages_of_rank,
 )
 from fsdp2prof.estimators.techniques.technique import About, Technique
 from fsdp2prof.units import plural
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def blocks_of_stages(layers: int, mesh: MeshSpec, policy: PolicySpec) -> list[range]:
@@ -58,19 +63,17 @@ def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
     if mesh.pp == 1 or model.width is None:
         return model
     from fsdp2prof.estimators.models.builtin_plan import BuiltinPlan
-    from fsdp2prof.estimators.models.decoder import cut_decoder
     from fsdp2prof.estimators.models.transformers_plan import TransformersPlan
 
+    of_stages = blocks_of_stages(len(model.blocks), mesh, policy)
     of_ranks = blocks_of_ranks(len(model.blocks), mesh, policy)
     kept = of_ranks[policy.pp_stage]
     is_first, is_last = has_ends(policy.pp_schedule, mesh.pp, policy.pp_stage)
     blocks = tuple(model.blocks[at] for at in kept)
-    if model.decoder is None:
-        absent = _cut_builtin(model, kept, is_first=is_first, is_last=is_last)
-    else:
-        absent = model.decoder.absent(is_first=is_first, is_last=is_last)
-        cut_decoder(model.module, absent, model.blocks, kept)
+    absent = _cut(model, model.module, kept, is_first=is_first, is_last=is_last)
+    if model.decoder is not None:
         absent |= set(model.blocks) - set(blocks)
+    own = stages_of_rank(policy.pp_schedule, mesh.pp, policy.pp_stage)
     plan = model.tensor_parallel
     if isinstance(plan, (BuiltinPlan, TransformersPlan)):
         plan = replace(plan, absent=absent)
@@ -83,18 +86,53 @@ def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
         blocks=blocks,
         experts=tuple(fqn for fqn in model.experts if fqn.startswith(tuple(f"{one}." for one in blocks))),
         tensor_parallel=plan,
+        stages=tuple(
+            StagePart(blocks=len(of_stages[stage]), is_first=stage == 0, is_last=stage == len(of_stages) - 1)
+            for stage in own
+        ),
     )
 
 
-def _cut_builtin(model: Model, kept: tuple[int, ...], *, is_first: bool, is_last: bool) -> frozenset[str]:
-    """Leave the ``kept`` layers of a built-in model, and its ends if included; return the modules that are
-    absent."""
+def stage_views(model: Model) -> tuple[nn.Module, ...]:
+    """The stages of a rank as modules that share the model's parts; the model's own module if it has one.
+
+    Each holds its blocks under the names that the model has for them, and the model's ends if they are its.
+    """
+    from fsdp2prof.estimators.models.decoder import view_of
+
+    if len(model.stages) < 2:
+        return (model.module,)
+    views, start = [], 0
+    for stage in model.stages:
+        kept = tuple(range(start, start + stage.blocks))
+        start += stage.blocks
+        view = view_of(model.module, model.blocks)
+        _cut(model, view, kept, is_first=stage.is_first, is_last=stage.is_last)
+        views.append(view)
+    return tuple(views)
+
+
+def _cut(
+    model: Model, module: nn.Module, kept: tuple[int, ...], *, is_first: bool, is_last: bool
+) -> frozenset[str]:
+    """Leave the ``kept`` blocks of a module, and its ends if included; return the ends that are absent."""
+    from fsdp2prof.estimators.models.decoder import cut_decoder
+
+    if model.decoder is None:
+        return _cut_builtin(model, module, kept, is_first=is_first, is_last=is_last)
+    absent = model.decoder.absent(is_first=is_first, is_last=is_last)
+    cut_decoder(module, absent, model.blocks, kept)
+    return absent
+
+
+def _cut_builtin(
+    model: Model, module: nn.Module, kept: tuple[int, ...], *, is_first: bool, is_last: bool
+) -> frozenset[str]:
     from torch import nn
 
     assert model.config is not None
-    module = model.module
-    layers = dict(module.layers.named_children())  # type: ignore[union-attr]
-    module.layers = nn.ModuleDict({str(index): layers[str(index)] for index in kept})
+    layers = list(module.layers.named_children())  # type: ignore[union-attr]
+    module.layers = nn.ModuleDict(dict(layers[at] for at in kept))
     absent: set[str] = set()
     if not is_first:
         absent.add("tok_embeddings")
@@ -117,7 +155,7 @@ def micro_batches_under_way(mesh: MeshSpec, policy: PolicySpec) -> InFlight:
 
     Several stages of a rank count as parts of one, rounded up to whole micro-batches.
     """
-    schedule, stages, micro_batches = policy.pp_schedule, policy.stages_per_rank, policy.grad_accum
+    schedule, stages, micro_batches = policy.pp_schedule, policy.stages_per_rank, policy.pipelined
     if schedule_rule(schedule).forwards_first:
         return InFlight(micro_batches, 0, micro_batches)
     enough = enough_micro_batches(schedule, mesh.pp, micro_batches)
@@ -137,10 +175,15 @@ class Pipeline(Technique):
             for option, is_there in (
                 ("pp_schedule", schedule != "1f1b"),
                 ("pp_end_layers", policy.pp_end_layers),
+                ("pp_runs", policy.pp_runs > 1),
             ):
                 if is_there:
                     raise ModelError(f"{option}: this mesh has no pipeline; add pp to it")
             return
+        if policy.grad_accum % policy.pp_runs:
+            raise ModelError(
+                f"pp_runs: {policy.pp_runs} does not divide the step's {policy.grad_accum} micro-batches"
+            )
         if model.width is None:
             raise ModelError(f"mesh: pp={mesh.pp}: {model.name} {model.no_pipeline}")
         if policy.reshard != "never":
@@ -163,7 +206,7 @@ class Pipeline(Technique):
             raise ModelError(
                 f"mesh: pp={mesh.pp}: a rank of the pipeline would have no block of {model.name}"
             )
-        order_of(schedule, mesh.pp, enough_micro_batches(schedule, mesh.pp, policy.grad_accum))
+        order_of(schedule, mesh.pp, enough_micro_batches(schedule, mesh.pp, policy.pipelined))
 
     def change_model(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
         """Leave the stage of this rank."""
@@ -174,10 +217,10 @@ class Pipeline(Technique):
         if about == "memory" and mesh.pp > 1:
             yield (
                 f"pipeline stage {policy.pp_stage} of {mesh.pp} under {_schedule(mesh, policy)}: "
-                f"{micro_batches_in_flight(mesh, policy)} of {policy.grad_accum} micro-batches in flight; "
+                f"{micro_batches_in_flight(mesh, policy)} of {policy.pipelined} micro-batches in flight; "
                 "receive buffers per micro-batch and neighbour, made in the first step and kept, as "
                 "torch.distributed.pipelining does; what was sent last is kept till the next; "
-                "gradients accumulate unsharded and are reduced after the last backward"
+                "a stage's gradients accumulate unsharded and are reduced after its last backward"
             )
         elif about == "step" and mesh.pp > 1:
             yield (
@@ -188,7 +231,7 @@ class Pipeline(Technique):
 
 def _schedule(mesh: MeshSpec, policy: PolicySpec) -> str:
     rule, stages = schedule_rule(policy.pp_schedule), policy.stages_per_rank
-    made = rule.title if stages == 1 else f"{rule.title}, {stages} stages a rank run as one"
+    made = rule.title if stages == 1 else f"{rule.title}, {stages} stages a rank"
     if not rule.splits_backward:
         return made
     later = micro_batches_under_way(mesh, policy).weights
@@ -197,7 +240,8 @@ def _schedule(mesh: MeshSpec, policy: PolicySpec) -> str:
 
 def _bubble(mesh: MeshSpec, policy: PolicySpec) -> str:
     title = schedule_rule(policy.pp_schedule).title
+    runs = "" if policy.pp_runs == 1 else f" in each of {policy.pp_runs} runs"
     if policy.pp_schedule in ("1f1b", "gpipe"):
-        return f"{title}'s bubble is {mesh.pp - 1} micro-batches"
+        return f"{title}'s bubble is {mesh.pp - 1} micro-batches{runs}"
     stages = policy.stages_per_rank
-    return f"the bubble is that of torch's own order of {title}, {plural(stages, 'stage')} a rank"
+    return f"the bubble is that of torch's own order of {title}, {plural(stages, 'stage')} a rank{runs}"

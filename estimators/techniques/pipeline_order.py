@@ -21,6 +21,7 @@ from fsdp2prof.estimators.config.pipeline import PipelineSchedule, ScheduleRule,
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 _ROUNDS = 4
+_GATHERED_STAGES = 3
 
 Kind: TypeAlias = Literal["F", "B", "I", "W"]
 """A forward, a whole backward, the gradients of a stage's input, those of its weights."""
@@ -138,14 +139,34 @@ def rank_of_stage(schedule: PipelineSchedule, ranks: int, stage: int) -> int:
     return ranks - 1 - place if schedule_rule(schedule).is_v and around % 2 else place
 
 
+def stages_of_rank(schedule: PipelineSchedule, ranks: int, rank: int) -> list[int]:
+    """Return the stages that a rank holds."""
+    count = ranks * stages_of(schedule)
+    return [stage for stage in range(count) if rank_of_stage(schedule, ranks, stage) == rank]
+
+
 def neighbours_of(schedule: PipelineSchedule, ranks: int, rank: int) -> tuple[int, int]:
     """Return how many of a rank's stages receive from a stage before, and from one after, on other ranks."""
-    count = ranks * stages_of(schedule)
-    holders = [rank_of_stage(schedule, ranks, stage) for stage in range(count)]
-    own = [stage for stage in range(count) if holders[stage] == rank]
-    before = sum(stage > 0 and holders[stage - 1] != rank for stage in own)
-    after = sum(stage < count - 1 and holders[stage + 1] != rank for stage in own)
+    last, own = ranks * stages_of(schedule) - 1, stages_of_rank(schedule, ranks, rank)
+    before = sum(stage > 0 and stage - 1 not in own for stage in own)
+    after = sum(stage < last and stage + 1 not in own for stage in own)
     return before, after
+
+
+def gathered_at(order: Order) -> list[tuple[list[int], list[int]]]:
+    """Return the stages to reshard and to gather before each action of a rank with several stages.
+
+    As in torch's ``_add_unshard_reshard``: gathered are the next three that it works on.
+    """
+    gathered: list[int] = []
+    changes = []
+    for at in range(len(order)):
+        soon = list(dict.fromkeys(work.stage for work in order[at:]))[:_GATHERED_STAGES]
+        dropped = [stage for stage in gathered if stage not in soon]
+        fetched = [stage for stage in soon if stage not in gathered]
+        gathered = [stage for stage in gathered if stage in soon] + fetched
+        changes.append((dropped, fetched))
+    return changes
 
 
 def in_flight(order: Order) -> InFlight:

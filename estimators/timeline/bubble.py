@@ -33,11 +33,12 @@ def bubble_ns_of(
     started = timeline.start_ns[timeline.start_ns >= 0]
     each = (end - int(started.min())) // policy.grad_accum
     if whole.pp_schedule in ("1f1b", "gpipe"):
-        return (mesh.pp - 1) * each
+        return whole.pp_runs * (mesh.pp - 1) * each
     of_stage = each // whole.stages_per_rank
-    enough = enough_micro_batches(whole.pp_schedule, mesh.pp, whole.grad_accum)
+    enough = enough_micro_batches(whole.pp_schedule, mesh.pp, whole.pipelined)
     orders = order_of(whole.pp_schedule, mesh.pp, enough)
-    return waiting_ns(orders, whole.pp_stage, stage_durations(program, timeline, of_stage, whole))
+    durations = stage_durations(program, timeline, of_stage, whole)
+    return whole.pp_runs * waiting_ns(orders, whole.pp_stage, durations)
 
 
 def with_waiting(program: Program, timeline: Timeline, bubble_ns: int) -> Timeline:

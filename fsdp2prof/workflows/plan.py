@@ -102,7 +102,7 @@ def given_of(described: Described) -> Given:
     if "mesh" not in described.values:
         checked = described.changed({"policy": {"pp_schedule": _SEARCHED["pp_schedule"]}})
     spec = checked.spec()
-    policy = replace(spec.policy, **_SEARCHED)
+    policy = replace(spec.policy, **_SEARCHED, pp_runs=1)
     idle = sorted(described.given & (_SEARCHED.keys() - {"batch_size", "grad_accum"}))
     named = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
     notes = [f"searched, so not taken from the description: {named}; --fix keeps an option"] * bool(idle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -235,6 +236,32 @@ def test_interleaving_keeps_more_activations_and_the_same_states() -> None:
     before, after = (estimate_memory(model, mesh, policy).peak for policy in (plain, twice))
     assert after.categories["activation"] > before.categories["activation"]
     assert after.categories["sharded_parameter"] == before.categories["sharded_parameter"]
+
+
+def test_of_four_stages_a_rank_three_are_gathered_and_one_holds_gradients() -> None:
+    """From torch 2.10 on, and those of the first run of a schedule are reduced before the second."""
+    mesh, model = MeshSpec(pp=2, dp_shard=2), ModelSpec(source="gpt2", layers=8)
+    policy = PolicySpec(
+        seq_len=64, grad_accum=4, reshard="never", pp_schedule=Interleaved(4), pp_runs=2, torch="2.13",
+        param_dtype="bfloat16", reduce_dtype="float32"
+    )  # fmt: skip
+    peak = estimate_memory(model, mesh, policy).peak
+    once = estimate_memory(model, mesh, replace(policy, pp_schedule="1f1b")).peak
+    held, always = (
+        {row.fqn for row in one.by_layer if row.category == "unsharded_gradient" and row.fqn}
+        for one in (peak, once)
+    )
+    assert held == {"layers.0"}  # the first stage's backward, the last to run
+    assert always == {"layers.0", "layers.1", "layers.2", "layers.3"}
+    assert peak.categories["sharded_gradient"] >= peak.categories["sharded_parameter"]  # of the first run
+    commands = [c for c in program_of(model, mesh, policy).commands if isinstance(c, Collective)]
+    executed = Counter((c.op, c.payload_bytes) for c in commands if c.mesh_dim == "dp_shard")
+    rows = [row for row in estimate_comm(model, mesh, policy).groups if row.mesh_dim == "dp_shard"]
+    expected: Counter[tuple[str, int]] = Counter()
+    for row in rows:
+        expected[row.op, row.payload_bytes // row.count] += row.count
+    assert {key: executed[key] for key in expected} == expected
+    assert max(expected.values()) > 4 * 2  # a gather of each block a run, and those of stages dropped before
 
 
 @pytest.mark.parametrize("sync", ["each", pytest.param("last", marks=pytest.mark.slow)])

@@ -70,7 +70,7 @@ def trained(spec: ModelSpec, policy: PolicySpec, mesh: MeshSpec = MESH) -> Memor
         if policy.loss_parallel:
             stack.enter_context(loss_parallel())
         model = part_of(build_model(spec, seq_len=policy.seq_len), mesh, policy)
-        root: Any = shard(model, policy, fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh))
+        (root,) = shard(model, policy, fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh))
         tracker = StorageTracker(stacks=False)
         with tracker:
             tracker.mark_step(0)

@@ -150,9 +150,9 @@ def _sharding(run: Reading) -> None:
             run.get("distributed.pipeline.pp_microbatch_size", "autopipeline.pp_microbatch_size"),
         )
         run.set("batch_size", micro.number(1), micro)
-        run.set(
-            "grad_accum", run.policy.get("grad_accum", 1) * local.number(1) // micro.number(1), local, micro
-        )
+        steps = local.number(1) // micro.number(1)
+        run.set("grad_accum", run.policy.get("grad_accum", 1) * steps, local, micro)
+        run.run_schedule(steps, local, micro)
     else:
         for section in ("distributed.pipeline", "autopipeline"):
             _idle(run, section, "pipeline parallelism is 1")

@@ -275,6 +275,17 @@ class Reading:
             )
         self.set("grad_accum", count, whole)
 
+    def run_schedule(self, micro_batches: int, *reads: Value) -> None:
+        """A pipeline's schedule runs on so many micro-batches at a time; a step runs it again for more.
+
+        Raises ``ModelError`` for a step that is not a number of whole runs.
+        """
+        runs, left = divmod(self.policy.get("grad_accum", 1), max(1, micro_batches))
+        if left:
+            self.refuse(reads[0], f"a step is not a number of runs of {micro_batches} micro-batches")
+        if runs > 1:
+            self.set("pp_runs", runs, *reads)
+
     @property
     def data_ranks(self) -> int:
         """Number of data-parallel ranks, each with its own batches."""

@@ -172,6 +172,8 @@ def _batch(run: Reading) -> None:
     per_step = run.get("training.num_tokens_per_train_step")
     if per_step.value is not None and per_step.number(-1) > 0:
         run.accumulate(per_step, size * seq_len.number(1), run.data_ranks)
+    if run.mesh.get("pp", 1) > 1:
+        run.run_schedule(steps, local)
 
 
 def _precision(run: Reading) -> None:

@@ -20,16 +20,20 @@ from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
+    ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
+from fsdp2prof.estimators.config.pipeline import Interleaved
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.training import build_optimizer, shard
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS, TransformerConfig
 from fsdp2prof.estimators.techniques.pipeline import stage_of
+from fsdp2prof.estimators.techniques.pipeline_order import stages_of_rank
 from fsdp2prof.storage_tracker import StorageTracker
 
 SEQ_LEN, VOCAB, STEPS = 256, 1000, 3
@@ -38,7 +42,7 @@ SMALL = TransformerConfig(
     name="small-gpt",
     family="gpt",
     dim=128,
-    layers=4,
+    layers=8,
     heads=4,
     kv_heads=4,
     head_dim=32,
@@ -51,10 +55,11 @@ BUILTIN_MODELS[SMALL.name] = SMALL
 
 
 def policy(
-    stage: int, micro_batches: int, schedule: Any = "1f1b", trainable: str | None = None
+    stage: int, micro_batches: int, schedule: str = "1f1b", trainable: str | None = None
 ) -> PolicySpec:
+    kind, _, count = schedule.partition(":")
     return PolicySpec(
-        pp_schedule=schedule,
+        pp_schedule=Interleaved(int(count)) if kind == "interleaved" else schedule,  # type: ignore[arg-type]
         trainable=trainable,
         seq_len=SEQ_LEN,
         reshard="never",
@@ -65,14 +70,17 @@ def policy(
     )
 
 
-def zero_bubble(stage: PipelineStage, micro_batches: int, **options: Any) -> Any:
-    return ScheduleInterleavedZeroBubble([stage], micro_batches, **options)
+def alone(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda stages, micro_batches, **options: schedule(stages[0], micro_batches, **options)
 
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
-    "1f1b": Schedule1F1B,
-    "gpipe": ScheduleGPipe,
-    "zb1p": zero_bubble,
+    "1f1b": alone(Schedule1F1B),
+    "gpipe": alone(ScheduleGPipe),
+    "zb1p": ScheduleInterleavedZeroBubble,
+    "interleaved:2": ScheduleInterleaved1F1B,
+    "interleaved:4": ScheduleInterleaved1F1B,
+    "zbv": ScheduleZBVZeroBubble,
 }
 
 
@@ -91,25 +99,36 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
     index = mesh["pp"].get_local_rank()
     how = policy(index, args.micro_batches, args.schedule, args.trainable)
-    model = stage_of(build_model(SPEC, seq_len=SEQ_LEN), MESH, how)
-    shard(model, how, mesh["dp_shard"], None)
+    own = stages_of_rank(how.pp_schedule, 2, index)
+    count = 2 * len(own)
+    models = []
+    for number in own:  # each a model of its own, as one stage of a rank in a longer pipeline
+        alone = policy(number, args.micro_batches, trainable=args.trainable)
+        model = stage_of(build_model(SPEC, seq_len=SEQ_LEN), MeshSpec(pp=count, dp_shard=2), alone)
+        shard(model, alone, mesh["dp_shard"], None)
+        models.append(model)
     tracker = StorageTracker()
     with tracker:
         tracker.mark_step(0)
-        model.module.to_empty(device="cpu")
-        stage = PipelineStage(model.module, index, 2, torch.device("cpu"), group=mesh["pp"].get_group())
-        schedule = SCHEDULES[args.schedule](stage, args.micro_batches, loss_fn=loss, scale_grads=False)
-        optimizer = build_optimizer(model, how)
-        assert optimizer is not None
+        for model in models:
+            model.module.to_empty(device="cpu")
+        stages = [
+            PipelineStage(model.module, number, count, torch.device("cpu"), group=mesh["pp"].get_group())
+            for number, model in zip(own, models, strict=True)
+        ]
+        schedule = SCHEDULES[args.schedule](stages, args.micro_batches, loss_fn=loss, scale_grads=False)
+        optimizers = [build_optimizer(model, how) for model in models]
         for step in range(1, STEPS + 1):
             tracker.mark_step(step)
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                assert optimizer is not None
+                optimizer.zero_grad()
             tokens = torch.randint(VOCAB, (args.micro_batches, SEQ_LEN))
-            if index == 0:
-                schedule.step(tokens, return_outputs=False)
-            else:
-                schedule.step(target=tokens, return_outputs=False)
-            optimizer.step()
+            targets = {"target": tokens} if count - 1 in own else {}
+            schedule.step(*([tokens] if 0 in own else []), **targets, return_outputs=False)
+            for optimizer in optimizers:
+                assert optimizer is not None
+                optimizer.step()
     torch.save(tracker.recording(), args.output / f"rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
     time.sleep(0.2)
