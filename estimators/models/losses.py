@@ -41,9 +41,13 @@ _LONGEST = 300
 """Characters of another library's message that are shown."""
 
 
-class _CompiledCrossEntropy(torch.autograd.Function):
+class CompiledCrossEntropy(torch.autograd.Function):
     """The memory of the compiled cross-entropy: logits as they are, one fp32 number per token, the
-    gradient."""
+    gradient.
+
+    With the vocabulary divided among ranks: neither their sums nor the targets written into a gradient
+    (``index_put``) are recomputed, so the unscaled gradient is made in forward and saved, in fp32.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Any) -> Tensor:
@@ -52,16 +56,20 @@ class _CompiledCrossEntropy(torch.autograd.Function):
         Ranks that have a part of the vocabulary each reduce the largest logit, the sum and the target's.
         """
         normaliser = logits[:, 0].float()
-        for operation in ("max", "sum", "sum") if group is not None else ():
+        ctx.dtype = logits.dtype
+        if group is None:
+            ctx.save_for_backward(logits, targets, normaliser)
+            return normaliser.mean()
+        for operation in ("max", "sum", "sum"):
             normaliser = wait_tensor(all_reduce(normaliser, operation, group))  # type: ignore[no-untyped-call]
-        ctx.save_for_backward(logits, targets, normaliser)
+        of_targets = torch.zeros_like(logits, dtype=torch.float32)
+        ctx.save_for_backward(of_targets + 0)
         return normaliser.mean()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         """Stand for the kernel that writes the gradient of the logits."""
-        logits, _, _ = ctx.saved_tensors
-        return torch.empty_like(logits), None, None
+        return torch.empty_like(ctx.saved_tensors[0], dtype=ctx.dtype), None, None
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
@@ -108,7 +116,7 @@ def logits_loss(
         local, group = logits, None
         if isinstance(logits, DTensor):  # divided by vocabulary
             local, group = logits.to_local(), logits.device_mesh.get_group()
-        loss: Tensor = _CompiledCrossEntropy.apply(local, targets, group)  # type: ignore[no-untyped-call]
+        loss: Tensor = CompiledCrossEntropy.apply(local, targets, group)  # type: ignore[no-untyped-call]
         return loss
     return F.cross_entropy(logits if how == "native" else logits.float(), targets)
 

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ import pytest
 import torch
 from support.present import present
 from support.torch_versions import LOSSES_IN_PIECES
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
 from fsdp2prof.analyzers.memory.prepared import allocated_totals
@@ -35,13 +38,14 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.engine import execute
+from fsdp2prof.estimators.execution.fake_world import fake_process_group
 from fsdp2prof.estimators.execution.second_models import with_role
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.builtin import build_builtin
 from fsdp2prof.estimators.models.catalog import ExpertShape, TransformerConfig
 from fsdp2prof.estimators.models.experts import ExpertExchange, GroupedExperts
-from fsdp2prof.estimators.models.losses import logits_loss, loss_of_model
+from fsdp2prof.estimators.models.losses import CompiledCrossEntropy, logits_loss, loss_of_model
 from fsdp2prof.estimators.models.model import Batch
 from fsdp2prof.estimators.sharding.groups import freeze, parameter_groups
 from fsdp2prof.estimators.techniques.adapters import with_adapters, without_adapters
@@ -320,7 +324,7 @@ def test_losses_hold_less_and_less() -> None:
 
 
 def test_a_compiled_loss_takes_logits_that_are_divided() -> None:
-    """A rank makes its part of the logits and of their gradient, in bf16, and nothing of them in fp32."""
+    """A rank makes its part of the logits and of their gradient, in bf16, and two tensors of them in fp32."""
     spec, mesh = ModelSpec(source="llama3-8b", layers=1), MeshSpec(dp_shard=2, tp=2)
     policy = PolicySpec(seq_len=64, loss="compiled", orig_dtype="bfloat16")
     part = 64 * 128_256 // 2
@@ -329,10 +333,45 @@ def test_a_compiled_loss_takes_logits_that_are_divided() -> None:
         sizes = execute(spec, mesh, policy, steps=1).recording.allocations.size
         return int((sizes == 2 * part).sum()), int((sizes == 4 * part).sum())
 
-    assert made(policy) == (2, 0)
+    assert made(policy) == (2, 2)
     assert made(replace(policy, loss="full"))[1] >= 2
     told, full = (estimate_comm(spec, mesh, replace(policy, loss=how)) for how in ("compiled", "full"))
     assert told.per_step == full.per_step
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_compiled_loss_saves_what_the_compiler_saves(tp: int) -> None:
+    """Of torch's own partitioner: the logits in bf16, or an unscaled gradient of them in fp32 where ranks
+    have a part of the vocabulary each."""
+    tokens, vocabulary = 16, 64
+    held: list[tuple[torch.Size, torch.dtype]] = []
+
+    def keep(saved: Tensor) -> Tensor:
+        held.append((saved.shape[-1:], saved.dtype))
+        return saved
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    with (
+        fake_process_group(MeshSpec(dp_shard=1, tp=tp)) as mesh,
+        loss_parallel() if tp > 1 else nullcontext(),
+    ):
+        local = torch.randn(1, tokens, vocabulary // tp, dtype=torch.bfloat16, requires_grad=True)
+        logits = DTensor.from_local(local, mesh["tp"], [Shard(-1)]) if tp > 1 else local
+        targets = torch.randint(vocabulary, (1, tokens))
+        group = mesh["tp"].get_group() if tp > 1 else None
+        compiled = torch.compile(loss, backend="aot_eager_decomp_partition")
+        for call in (
+            lambda: compiled(logits, targets),
+            lambda: CompiledCrossEntropy.apply(local.flatten(0, 1), targets, group),
+        ):
+            held.clear()
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+                call()
+            wide = {dtype for shape, dtype in held if shape == (vocabulary // tp,)}
+            assert wide == {torch.bfloat16 if tp == 1 else torch.float32}
 
 
 def adapters(text: Any) -> Lora | None:
