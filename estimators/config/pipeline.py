@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.option import Counted
 
 
@@ -62,6 +63,39 @@ SCHEDULES: dict[str, ScheduleRule] = {
     ),
 }
 """By the word of ``--pp-schedule``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayersPerStage:
+    """A trainer's stages by their length; how many a rank holds follows from the model's layers."""
+
+    word: str
+    """Of the schedule, without its count."""
+    layers: int
+    ranks: int
+    said: str
+    """The key and its value, for errors."""
+    rounding: str | None = None
+    """Whether the number of stages is rounded ``up`` or ``down`` to a multiple of the ranks."""
+
+    def schedule(self, layers: int | None, ends: int) -> str:
+        """The schedule with its count for a model of ``layers``, whose ends count as ``ends`` each.
+
+        Raises ``ModelError`` if the layers are not known, or do not fill every rank's stages alike.
+        """
+        if layers is None:
+            raise ModelError(
+                f"{self.said}: a rank's stages follow from the model's layers, whose number is not known: "
+                f"add --pp-schedule {self.word}:K"
+            )
+        stages = -(-(layers + 2 * ends) // self.layers)
+        left = stages % self.ranks
+        if left and self.rounding not in ("up", "down"):
+            raise ModelError(f"{self.said}: {stages} stages are not a multiple of pp={self.ranks}")
+        stages += (self.ranks - left if self.rounding == "up" else -left) if left else 0
+        if stages < 2 * self.ranks:
+            raise ModelError(f"{self.said}: {self.word} needs two stages a rank or more, not {stages} in all")
+        return f"{self.word}:{stages // self.ranks}"
 
 
 def schedule_rule(schedule: PipelineSchedule) -> ScheduleRule:

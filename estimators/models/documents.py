@@ -27,6 +27,8 @@ from fsdp2prof.estimators.models.model import Batch, Model
 _FLEX_BLOCK = 128
 """Tokens of a side of a block mask's blocks."""
 _ATTENTION = "fsdp2prof_documents"
+EAGER = "its eager attention runs"
+"""In the note on a model of transformers that has no SDPA."""
 _SUPPORT = {
     "mask": ("_supports_sdpa", "SDPA"),
     "varlen": ("_supports_flash_attn", "FlashAttention"),
@@ -57,6 +59,25 @@ def with_documents(model: Model, policy: PolicySpec) -> Model:
         _let_transformers(model, documents)
         batch = partial(_packed, model.make_batch, documents, True)
     return replace(model, make_batch=batch, notes=(*model.notes, _note(documents, policy.seq_len)))
+
+
+def with_fused_attention(model: Model, policy: PolicySpec) -> Model:
+    """A model of transformers without SDPA that runs the fused attention that the policy states.
+
+    Trainers run such models (gpt-oss) by kernels that know their sinks; without a statement transformers'
+    eager attention runs, and the model itself is returned.
+    """
+    module: Any = model.module
+    config = getattr(module, "config", None)
+    if not policy.attention_is_stated or getattr(config, "_attn_implementation", None) != "eager":
+        return model
+    fused = getattr(module, "_supports_flash_attn", False) or getattr(module, "_supports_flex_attn", False)
+    if policy.attention == "math" or not fused:
+        return model
+    _register(module)
+    notes = tuple(note for note in model.notes if EAGER not in note)
+    said = f"attention={policy.attention}: {type(module).__name__} by a fused kernel, windows computed whole"
+    return replace(model, notes=(*notes, said))
 
 
 def documents_apart(documents: Documents | None) -> AbstractContextManager[object]:
@@ -99,6 +120,11 @@ def _let_transformers(model: Model, documents: Documents) -> None:
             )
     if isinstance(documents, MaskedDocuments):
         return
+    _register(module)
+
+
+def _register(module: Any) -> None:
+    """Let a model of transformers run :func:`_attention`."""
     utilities = importlib.import_module("transformers.modeling_utils")
     utilities.AttentionInterface.register(_ATTENTION, _attention)
     module.set_attn_implementation(_ATTENTION)
@@ -143,12 +169,13 @@ def _attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention as transformers calls it; the kernel knows windows and documents, no mask is made.
 
-    ``query`` (B, H, S, E), keys and values with their own heads. FlashAttention takes values as wide as keys:
-    narrower ones are padded.
+    ``query`` (B, H, S, E), keys and values with their own heads, ``s_aux`` the sinks of the query's heads.
+    FlashAttention takes values as wide as keys: narrower ones are padded.
     """
     del module, attention_mask, others
     width = value.shape[-1]
@@ -162,7 +189,25 @@ def _attention(
         scale=scaling,
         enable_gqa=key.shape[1] != query.shape[1],
     )
+    if s_aux is not None:
+        out = _Sinks.apply(out, s_aux)  # type: ignore[no-untyped-call]
     return out[..., :width].transpose(1, 2).contiguous(), None
+
+
+class _Sinks(torch.autograd.Function):
+    """Sinks as a kernel has them: they hold nothing, and get a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, sinks: Tensor) -> Tensor:
+        """Pass the kernel's result on."""
+        ctx.like = sinks.shape, sinks.dtype
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the result's gradient and one of the sinks."""
+        shape, dtype = ctx.like
+        return gradients[0], gradients[0].new_zeros(shape, dtype=dtype)
 
 
 @contextmanager

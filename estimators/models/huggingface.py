@@ -34,6 +34,7 @@ from fsdp2prof.estimators.config.model import MOST_LAYERS
 from fsdp2prof.estimators.models.builtin import meta_construction, token_batch
 from fsdp2prof.estimators.models.builtin_plan import ring_width_of
 from fsdp2prof.estimators.models.decoder import decoder_of, per_layer
+from fsdp2prof.estimators.models.documents import EAGER
 from fsdp2prof.estimators.models.experts import ExpertExchange
 from fsdp2prof.estimators.models.factory import no_split_blocks, repeated_blocks
 from fsdp2prof.estimators.models.losses import head_of, loss_of_model, one_line
@@ -327,8 +328,8 @@ def _attention(made: Any, notes: list[str]) -> str:
     if getattr(made, "_supports_sdpa", True):
         return "sdpa"
     notes.append(
-        f"{made.__name__} does not support SDPA: its eager attention runs, which keeps the scores of every "
-        "pair of tokens"
+        f"{made.__name__} does not support SDPA: {EAGER}, which keeps the scores of every pair of tokens; "
+        "state the kernel (attention) if the trainer runs another"
     )
     return "eager"
 

@@ -24,6 +24,16 @@ class Images(Technique):
         return with_images(model, policy)
 
 
+class FusedAttention(Technique):
+    """A fused attention stated for a model that would run its eager one (``attention``)."""
+
+    def change_model(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
+        """Let it run the stated kernel."""
+        from fsdp2prof.estimators.models.documents import with_fused_attention
+
+        return with_fused_attention(model, policy)
+
+
 class PackedDocuments(Technique):
     """Several documents in a sequence (``documents``)."""
 

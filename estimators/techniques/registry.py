@@ -7,7 +7,7 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.simulate.program import Program
-from fsdp2prof.estimators.techniques.batches import Images, PackedDocuments
+from fsdp2prof.estimators.techniques.batches import FusedAttention, Images, PackedDocuments
 from fsdp2prof.estimators.techniques.checkpointing import Checkpointing
 from fsdp2prof.estimators.techniques.compilation import Compilation
 from fsdp2prof.estimators.techniques.context_parallel import ContextParallel
@@ -21,6 +21,7 @@ from fsdp2prof.estimators.techniques.tensor_parallel import AsyncTensorParallel,
 
 TECHNIQUES: tuple[Technique, ...] = (
     Images(),
+    FusedAttention(),
     PackedDocuments(),
     LowRankAdapters(),
     Checkpointing(),

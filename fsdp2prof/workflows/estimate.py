@@ -5,6 +5,7 @@ The description is checked before torch is imported, so that a wrong option is r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +19,9 @@ from fsdp2prof.estimators.config.measured import Measured, MeasuredRun, read_mea
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.option import options_of
+from fsdp2prof.estimators.config.pipeline import LayersPerStage
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.config.stacks import stack_named
+from fsdp2prof.estimators.config.stacks import stack_named, with_stack
 from fsdp2prof.estimators.config.trainers import read_trainer_files
 from fsdp2prof.estimators.description import policy_as_recorded
 from fsdp2prof.estimators.models.build import builtin_of
@@ -123,6 +125,13 @@ class Described:
         if self.read is not None and "seq_len" not in values["policy"]:
             raise UsageError("no file has the sequence length: add --seq-len")
         head = _head_of(values.get("model"))
+        layers = values.get("layers") or head.pop("layers", None)
+        head.pop("layers", None)
+        stages: LayersPerStage | None = values.get("stages")
+        if stages is not None and "pp_schedule" not in self.given:
+            ends = with_stack(values.get("stack"), values["policy"]).get("pp_end_layers", 0)
+            schedule = stages.schedule(layers, ends)
+            values = {**values, "policy": {**values["policy"], "pp_schedule": schedule}}
         read = {"norm", "mlp"} & values.get("policy", {}).keys() - self.given
         if self.read is not None and head.get("own_norm") and read:
             kept = {name: value for name, value in values["policy"].items() if name not in read}
@@ -156,14 +165,16 @@ def _head_of(source: object) -> dict[str, Any]:
     model = ModelSpec(source=str(source))
     if model.kind == "builtin":
         config = builtin_config(model.source)
-        return {"tied": config.tied, "own_norm": config.family == "gpt"}
+        return {"tied": config.tied, "own_norm": config.family == "gpt", "layers": config.layers}
     if model.kind == "factory":
         return {"tied": True, "own_norm": True}  # where its head is, is not known
     path = Path(model.source)
     try:
         text = read_text(path / "config.json" if path.is_dir() else path)
         tied = '"tie_word_embeddings": false' not in text
-        return {"tied": tied, "own_norm": True, "names": _HUGGING_FACE_NAMES}
+        found = re.search(r'"num_hidden_layers": *(\d+)', text)  # of the text model, the first to have it
+        layers = None if found is None else int(found[1])
+        return {"tied": tied, "own_norm": True, "names": _HUGGING_FACE_NAMES, "layers": layers}
     except ValueError:
         return {}  # building the model says why
 

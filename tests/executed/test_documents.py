@@ -143,3 +143,20 @@ def test_built_in_models_have_no_mask_and_no_ring() -> None:
     with pytest.raises(ModelError, match="one of none or mask:K with K >= 1 or varlen:K"):
         policy_of("padded:4")
     assert attention_flops(spec, "varlen:4") == attention_flops(spec, None) / 4
+
+
+def test_a_stated_kernel_replaces_eager_attention_with_sinks(tmp_path: Path) -> None:
+    """No tensor has a score for every pair of tokens; its sinks still get a gradient."""
+    spec = spec_of(tmp_path, model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2)
+    scores = BATCH * HEADS * LENGTH * (LENGTH + 1)  # the sinks' column beside the pairs
+
+    def made(**options: Any) -> tuple[int, int]:
+        done = execute(spec, MESH, policy_of(None, **options), steps=1)
+        sizes = done.recording.allocations.size
+        sinks = [one for one in done.tensors if one.category == "sharded_gradient" and "sinks" in one.name]
+        return int(((sizes == 2 * scores) | (sizes == 4 * scores)).sum()), len(sinks)
+
+    eager, stated = made(), made(attention="flash")
+    assert eager[0] >= LAYERS
+    assert stated == (0, LAYERS)
+    assert eager[1] == LAYERS

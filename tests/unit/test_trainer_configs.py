@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -605,10 +606,18 @@ def test_pipelines_experts_and_patterns_of_automodel(tmp_path: Path) -> None:
     assert {key: policy[key] for key in expected} == expected
     assert any("model.backend.dispatcher = deepep is not modelled" in note for note in run.read.notes)
     assert any(note.startswith("model.backend.linear = te: torch") for note in run.read.notes)
+    assert policy["pp_runs"] == 2
     short = PIPELINED.replace("pp_microbatch_size: 2", "pp_microbatch_size: 2, layers_per_stage: 4")
-    (asked,) = [one for one in read(tmp_path, ("nemo.yaml", short), world_size=8).read.open if "K =" in one]
-    assert "layers / (4 x 2)" in asked
-    assert asked.endswith("add --pp-schedule interleaved:K")
+    stages = read(tmp_path, ("nemo.yaml", short), world_size=8).values["stages"]
+    assert stages.schedule(48, 0) == "interleaved:6"
+    with pytest.raises(ModelError, match="13 stages are not a multiple of pp=2"):
+        stages.schedule(48, 1)
+    assert replace(stages, rounding="down").schedule(48, 1) == "interleaved:6"
+    assert replace(stages, rounding="up").schedule(48, 1) == "interleaved:7"
+    with pytest.raises(ModelError, match="add --pp-schedule interleaved:K"):
+        stages.schedule(None, 0)
+    with pytest.raises(ModelError, match="needs two stages a rank"):
+        stages.schedule(8, 0)
     masters = "{_target_: transformer_engine.pytorch.optimizers.fused_adam.FusedAdam, master_weights: true"
     for more, name in (("}", "adamw-master"), (", store_param_remainders: true}", "adamw-remainders")):
         text = PIPELINED.replace("{_target_: torch.optim.AdamW, foreach: false}", masters + more)

@@ -120,6 +120,8 @@ def _result(run: Reading, paths: Sequence[Path]) -> TrainerRun:
         values["model"] = run.model
     if run.layers is not None:
         values["layers"] = run.layers
+    if run.stages is not None:
+        values["stages"] = run.stages
     read = ConfigRead(
         format=run.format.title,
         files=[str(path) for path in paths],

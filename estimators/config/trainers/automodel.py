@@ -139,12 +139,11 @@ def _sharding(run: Reading) -> None:
     if is_on(overlapped) and run.mesh.get("tp", 1) > 1:
         run.set("async_tp", True, overlapped)
     if run.mesh.get("pp", 1) > 1:
-        run.set_schedule(
-            *(
-                run.get(f"distributed.pipeline.{name}", f"autopipeline.{name}")
-                for name in ("pp_schedule", "layers_per_stage")
-            )
+        schedule, per_stage, rounding = (
+            run.get(f"distributed.pipeline.{name}", f"autopipeline.{name}")
+            for name in ("pp_schedule", "layers_per_stage", "round_virtual_stages_to_pp_multiple")
         )
+        run.set_schedule(schedule, per_stage, rounding.word() or None)
         local, micro = (
             run.get("step_scheduler.local_batch_size"),
             run.get("distributed.pipeline.pp_microbatch_size", "autopipeline.pp_microbatch_size"),
@@ -162,7 +161,9 @@ def _sharding(run: Reading) -> None:
             f"{dispatcher.key} = {dispatcher.value} is not modelled: NCCL's all-to-all is estimated"
         )
     attention = run.get("model.backend.attn", "model.attn_implementation")
-    kernel = {"te": "cudnn", "sdpa": None, "flash_attention_2": "flash", "flash_attention_3": "flash3"}
+    kernel = {"te": "cudnn", "flex": "flash", "flash_attention_2": "flash", "flash_attention_3": "flash3"}
+    if attention.word() == "flex":
+        run.notes.append(f"{attention.key} = flex: estimated as flash attention, which is faster")
     if kernel.get(attention.word()) is not None:
         run.set("attention", kernel[attention.word()], attention)
     kernels = [run.get(f"model.backend.{name}") for name in ("linear", "rms_norm", "experts")]

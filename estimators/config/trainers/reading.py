@@ -17,7 +17,7 @@ import msgspec
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.documents import packaged
-from fsdp2prof.estimators.config.pipeline import SCHEDULES
+from fsdp2prof.estimators.config.pipeline import SCHEDULES, LayersPerStage
 from fsdp2prof.estimators.config.stacks import stack_named
 
 _SCHEDULES = {
@@ -108,6 +108,8 @@ class Reading:
     """The note to add if no other source names it either."""
     mesh: dict[str, int] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
+    stages: LayersPerStage | None = None
+    """The stages of its pipeline, where the file has their length."""
     stack: str
     """The run's software."""
     stack_is_stated: bool = False
@@ -242,23 +244,28 @@ class Reading:
                 f"{read.key} = {read.value} makes a world of {size}: --world-size {self.world_size} is taken"
             )
 
-    def set_schedule(self, read: Value, of_stage: Value) -> None:
+    def set_schedule(self, read: Value, of_stage: Value, rounding: str | None = None) -> None:
         """The schedule of a pipeline by torch's name for it, whose stages have ``of_stage`` layers.
 
+        ``rounding`` is that of the number of stages, as in ``LayersPerStage``.
         Raises ``ModelError`` for a schedule that is not modelled.
         """
         word = _SCHEDULES.get(read.word().replace("_", ""))
         if word is None:
             self.refuse(read, f"this schedule is not modelled; {', '.join(_SCHEDULES)} are")
-        self.set("pp_schedule", word, read)
         kind, counted, _ = word.partition(":")
-        if counted and of_stage.value is not None:
-            self.ask(
-                "pp_schedule",
-                f"{of_stage.key} = {of_stage.value} makes as many stages as the model's layers fill: a rank "
-                f"has K = layers / ({of_stage.value} x {self.mesh['pp']}) of them, and the estimate takes 2",
-                f" {kind}:K",
-            )
+        if not counted or of_stage.value is None:
+            self.set("pp_schedule", word, read)
+            return
+        self.policy["pp_schedule"] = word
+        self.says("pp_schedule", f"{kind}, stages of {of_stage.value}", read, of_stage)
+        self.stages = LayersPerStage(
+            word=kind,
+            layers=of_stage.number(1),
+            ranks=self.mesh["pp"],
+            said=f"{of_stage.source}: {of_stage.key} = {of_stage.value}",
+            rounding=rounding,
+        )
 
     def accumulate(self, whole: Value, local: int, ranks: int) -> None:
         """Micro-batches of a step from the global batch; none given is one.
