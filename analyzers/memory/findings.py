@@ -5,9 +5,11 @@ Memory that grows with every step: memory that each step leaves behind and no la
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from math import prod
 
 import numpy as np
 
@@ -22,7 +24,7 @@ from fsdp2prof.results.finding import EvidenceValue, Finding, Severity
 from fsdp2prof.results.memory import RankMemory
 from fsdp2prof.results.peak import Peak
 from fsdp2prof.tables.allocations import AllocationTable, Stacks
-from fsdp2prof.tables.columns import NEVER, BoolArray
+from fsdp2prof.tables.columns import NEVER, BoolArray, IntArray
 from fsdp2prof.tables.trace import StepTable
 from fsdp2prof.vocabulary import category_label, layer_name
 
@@ -320,7 +322,7 @@ def _leaking(rank: int, leak: Leak) -> Finding:
         },
         fqn=leak.fqn,
         rank=rank,
-        by=what if place is None or what.endswith(place) else f"{what} at {place}",
+        by=what if place is None else place if what.endswith(place) else f"{what} at {place}",
     )
 
 
@@ -328,7 +330,11 @@ def _unattributed(view: PreparedRecording, peak: Peak, manifest: RankManifest | 
     """Report a large part of the peak that neither the recording nor the manifest explains."""
     unknown = peak.categories["unattributed"]
     live = view.live(view.peak_order)
-    early = int(live.size[live.category.equals("unattributed") & (live.alloc_order < 0)].sum())
+    old = live.size[live.category.equals("unattributed") & (live.alloc_order < 0)]
+    early = int(old.sum())
+    if manifest is not None and manifest.tensors_are_all and (copies := _of_whole_parameters(old, manifest)):
+        yield from _of_peak("model_copy", copies, peak.allocated_bytes)
+        unknown, early = unknown - copies, early - copies
     key = "unattributed"
     if 2 * early < unknown:
         key = "unattributed/without_label"
@@ -339,6 +345,39 @@ def _unattributed(view: PreparedRecording, peak: Peak, manifest: RankManifest | 
     elif not view.recording.events:
         key = "unattributed/without_history"
     yield from _of_peak(key, unknown, peak.allocated_bytes, {"before_history_bytes": early})
+
+
+_ALL = 0.9
+"""Part of a sharded model's bytes that blocks have the sizes of, from which on they are a copy of it."""
+_COPIED_TYPES = (4, 2)
+"""Bytes of an element of a copy: float32, or half precision."""
+_ROUNDING = 512
+"""The caching allocator hands out multiples of it (kMinBlockSize in CUDACachingAllocator)."""
+
+
+def _of_whole_parameters(sizes: IntArray, manifest: RankManifest) -> int:
+    """Return the bytes of blocks with the sizes of all sharded parameters, unsharded: copies of the model."""
+    shapes = [
+        prod(one.global_shape)
+        for group in manifest.param_groups
+        if group.shard_world_size > 1
+        for one in group.parameters
+    ]
+    there = Counter(_rounded(size) for size in sizes.tolist())
+    found = []
+    for each in _COPIED_TYPES:
+        wanted = Counter(_rounded(elements * each) for elements in shapes)
+        whole = sum(size * count for size, count in wanted.items())
+        times = max(1, sum(there[size] * size for size in wanted) // max(1, whole))
+        same = {size: min(there[size], times * count) for size, count in wanted.items()}
+        matched = sum(size * count for size, count in same.items())
+        if len(wanted) > 1 and matched >= _ALL * whole:
+            found.append(matched)
+    return max(found, default=0)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _ROUNDING) * _ROUNDING
 
 
 def _severity(part: int, whole: int) -> Severity:

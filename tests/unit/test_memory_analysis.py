@@ -554,6 +554,20 @@ def test_what_is_unattributed_says_why(tmp_path: Path, before: int, inside: int,
     assert why in finding.message
 
 
+@pytest.mark.parametrize(("sizes", "copied"), [([4096, 1024], 5120), ([2048, 512], 2560), ([4096, 3072], 0)])
+def test_memory_with_the_sizes_of_all_whole_parameters_is_a_copy(
+    tmp_path: Path, sizes: list[int], copied: int
+):
+    groups = [sharded_group(name, [8, n], ranks=2, rows=4) for name, n in (("a", 128), ("b", 32))]
+    t = Training().get("late", 8)
+    for address, size in enumerate(sizes, 77):
+        t.event("free_requested", address, size).event("free_completed", address, size)
+    manifest = RankManifest(param_groups=groups, tensors_are_all=True)
+    found = {one.id: one for one in analyze_memory([(0, t.read(tmp_path), manifest)]).findings}
+    assert ("model_copy" in found, "unattributed" in found) == (bool(copied), not copied)
+    assert not copied or found["model_copy"].evidence["bytes"] == copied
+
+
 def test_a_root_that_stays_unsharded_is_found_among_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(RankManifest, "root_count", 2)
     t = Training()
