@@ -14,14 +14,14 @@ import msgspec
 from fsdp2prof.analyzers.layers import fold_names
 from fsdp2prof.analyzers.ledger.machine_rules import processor_use
 from fsdp2prof.analyzers.ledger.replayed import that_fit, with_room
-from fsdp2prof.analyzers.ledger.thresholds import cost_frac
+from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, cost_frac
 from fsdp2prof.analyzers.ledger.words import unrecorded_sentence
 from fsdp2prof.analyzers.memory.room import free_bytes, has_room, is_tight
 from fsdp2prof.analyzers.steps import known_sum, unrecorded_step, waited_for
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import MeshInfo, ParamGroupInfo, RankManifest
 from fsdp2prof.results.finding import SEVERITIES, Finding
-from fsdp2prof.results.ledger import NOTHING
+from fsdp2prof.results.ledger import NOTHING, Ledger
 from fsdp2prof.results.memory import MemoryAnalysis
 from fsdp2prof.results.run import RunAnalysis, RunRank, RunSummary, ShardFamily, ShardGroup, StepTime
 from fsdp2prof.results.trace import TraceAnalysis
@@ -262,7 +262,7 @@ def combine(
         trace = that_fit(trace, free)
     told = {one.id for one in trace.findings} if trace else set()
     if trace is not None and trace.ledger is not None:
-        setup = [one for one in setup if one.id not in _MEASURED]
+        setup = [_in_a_step(one, trace.ledger) for one in setup if one.id not in _MEASURED]
     findings = [
         *(one for one in setup if _belongs(one, told)),
         *(trace.findings if trace else ()),
@@ -296,6 +296,23 @@ def with_trial(analysis: RunAnalysis, trial: TrialResult | None) -> RunAnalysis:
         said = f"Measured in this job: {best.change} saves {gain}."
         verdict = [said, *(line for line in verdict if not line.startswith(NOTHING))][:_SENTENCES]
     return replace(analysis, verdict=verdict, trial=trial)
+
+
+_SLOW_BYTES_PER_S = 10e9
+"""Of a rank's collectives between hosts with one 100 Gbit/s adapter each."""
+_TIMES_GATHERED = 3
+"""Bytes of an all-gather in half precision, and of a reduction in float32, of the gathered bytes."""
+
+
+def _in_a_step(one: Finding, ledger: Ledger) -> Finding:
+    """Return a finding about a single all-gather with low severity if it is fast for its step on any link."""
+    gathered = one.evidence.get("gathered_bytes")
+    if one.id != "root_only" or not isinstance(gathered, int):
+        return one
+    took = _TIMES_GATHERED * gathered / _SLOW_BYTES_PER_S * 1e9
+    step = ledger.unrecorded_step_ns or ledger.step_ns
+    small = took < FindingThresholds().medium_cost_frac * step
+    return replace(one, severity="low") if small else one
 
 
 def _belongs(one: Finding, told: set[str]) -> bool:
