@@ -8,7 +8,7 @@ from math import prod
 from typing import TypeAlias
 
 from fsdp2prof.labels import is_root, qualified_fqn
-from fsdp2prof.manifest import ParamGroupInfo, ProcessGroupInfo, RankManifest
+from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, ProcessGroupInfo, RankManifest
 from fsdp2prof.schedule import Axis, ScheduledGroup, steady_step
 from fsdp2prof.units import dtype_bytes
 
@@ -51,9 +51,10 @@ def step_cycles(manifest: RankManifest) -> tuple[list[Due], list[Due], list[Due]
 
 
 def untrained_units(manifest: RankManifest) -> dict[str, list[str]]:
-    """Return the FSDP units with gradients that no optimizer uses -> their trainable parameters.
+    """Return the FSDP units with gradients that no optimizer uses -> the trainable parameters of these.
 
-    Empty if no optimizer is known to hold any parameter: the script may use its own.
+    Frozen units are among them if backward runs through them only to such parameters. Empty if no optimizer
+    is known to hold any parameter: the script may use its own.
     """
     trained = [
         (group, [one for one in group.parameters if one.requires_grad]) for group in manifest.param_groups
@@ -61,10 +62,57 @@ def untrained_units(manifest: RankManifest) -> dict[str, list[str]]:
     if not any(one.optimized for _, parameters in trained for one in parameters):
         return {}
     roots = 1 + max(group.root for group in manifest.param_groups)
+    found = {}
+    for group, parameters in trained:
+        reached = parameters or (_trained_before(group, manifest) if group.parameters else [])
+        if reached and all(one.optimized is False for one in reached):
+            found[qualified_fqn(group.fqn, group.root, roots)] = [one.fqn for one in reached]
+    return found
+
+
+def _trained_before(frozen: ParamGroupInfo, manifest: RankManifest) -> list[ParameterInfo]:
+    """Return the trainable parameters that a root uses before a frozen group, as far as that is known.
+
+    Groups are in the order of their forwards; parameters of a group around the frozen one in that of their
+    registration.
+    """
+    first = min(one.position for one in frozen.parameters)
+    at = min(frozen.forward_positions, default=None)
+    if first < 0 or at is None:
+        return []
+    found = []
+    for group in manifest.param_groups:
+        around = is_root(group.fqn) or frozen.fqn.startswith(f"{group.fqn}.")
+        earlier = min(group.forward_positions, default=0) < at
+        if group.root == frozen.root:
+            found += [
+                one
+                for one in group.parameters
+                if one.requires_grad and (one.position < first if around else earlier)
+            ]
+    return found
+
+
+def frozen_roots(manifest: RankManifest) -> set[int]:
+    """Return the roots without a parameter that has gradients."""
+    groups = manifest.param_groups
+    return {one.root for one in groups} - {one.root for one in groups if one.requires_grad}
+
+
+def repeated_units(manifest: RankManifest) -> set[str]:
+    """Return the units of frozen roots that get the same inputs in every step, while a trained root does not.
+
+    A training that uses one batch again and again is a test of the program, and says nothing.
+    """
+    frozen = frozen_roots(manifest)
+    seen = {root: {*digests} for root, digests in enumerate(manifest.inputs) if len(digests) > 1}
+    if not any(len(digests - {None}) > 1 for root, digests in seen.items() if root not in frozen):
+        return set()
+    again = {root for root in frozen if len(seen.get(root, ())) == 1 and None not in seen[root]}
     return {
-        qualified_fqn(group.fqn, group.root, roots): [one.fqn for one in parameters]
-        for group, parameters in trained
-        if parameters and all(one.optimized is False for one in parameters)
+        qualified_fqn(one.fqn, one.root, manifest.root_count)
+        for one in manifest.param_groups
+        if one.root in again
     }
 
 

@@ -300,13 +300,17 @@ KERNEL_KINDS = (
     "sliced",
     "update",
     "one_hot",
+    "bluestein",
+    "contraction",
+    "masked",
 )
 """Operators in double precision; matrix products in single precision without tensor cores; fused attention
 in single precision; conversions between channels first and last; half-precision matrix products whose rows
 are not aligned to 16 bytes; gradients of a tensor that is indexed by a tensor; attention with its scores in
 memory; torch's own kernels that read and write whole tensors and compute almost nothing; gradients of parts
 of one tensor, each added as a whole one; matrix products of the optimizer; products with a matrix that
-one_hot made, with the making."""
+one_hot made, with the making; Fourier transforms of a length with a large prime factor; products of expanded
+tensors that are stored and then summed; attention with one boolean mask for all samples and heads."""
 
 SINGLE_PRECISION = re.compile(r"sgemm|simt_\w*gemm|gemm_f32f32_f32f32_f32")
 """Names of matrix products in float32 that run beside the tensor cores (cuBLAS, CUTLASS)."""
@@ -316,6 +320,7 @@ KERNEL_PATTERNS = {
     "attention_in_float32": re.compile(r"fmha_cutlass[FB]_f32"),  # torch's memory-efficient attention
     "layout": re.compile(r"nchwToNhwc|nhwcToNchw|^batched_transpose_\d", re.IGNORECASE),  # cuDNN, MIOpen
     "indexed": re.compile(r"\bindexing_backward_kernel"),  # torch's index_put_ with accumulate
+    "bluestein": re.compile(r"bluestein", re.IGNORECASE),  # cuFFT, rocFFT
     "unaligned": re.compile(r"(?:f16|bf16|h)_?s?\d*gemm\w*_align[124](?!\d)"),  # CUTLASS, called by cuBLAS
 }
 """Kind -> pattern of its kernels' names."""

@@ -345,6 +345,9 @@ class UnshardedInfo(_Record):
     nbytes: Amount
     requires_grad: bool
     has_gradient: bool = False
+    true_frac: float | None = None
+    """Of a square boolean buffer, such as a mask: the fraction of true elements in a sample of its rows; null
+    of others, and where reading it would disturb the training."""
 
 
 StepKind = Literal["plain", "warmup", "traced", "memory", "other"]
@@ -500,8 +503,8 @@ class RankManifest(_Record):
     """Allowed kernels of ``scaled_dot_product_attention`` outside the model's own contexts, preferred one
     first; empty on CPU."""
     inputs: list[list[str | None]] = []
-    """Hashes of the inputs of each root's first two forwards with gradients outside captured steps; null
-    without a readable one."""
+    """Hashes of the inputs of each root's first two forwards outside captured steps: with gradients, or of a
+    frozen root the first one of a step; null without a readable one."""
     norms: list[str] = []
     """Normalization layers of the models: classes with their modules."""
     process_groups: list[ProcessGroupInfo] = []

@@ -13,6 +13,7 @@ from fsdp2prof.analyzers.ledger.fsdp_rules import enter_fsdp, enter_links
 from fsdp2prof.analyzers.ledger.host_rules import (
     enter_host,
     enter_new_iterators,
+    enter_offloaded_update,
     enter_optimizer,
     enter_tracing,
 )
@@ -25,6 +26,7 @@ from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, cost_frac
 from fsdp2prof.analyzers.ledger.words import bound, collectives, not_judged
 from fsdp2prof.analyzers.ledger.work_rules import (
     enter_kernels,
+    enter_repeated_forward,
     enter_repeated_update,
     enter_untrained,
     enter_work,
@@ -76,8 +78,10 @@ def with_ledger(
         enter_script,
         enter_optimizer,
         enter_repeated_update,
+        enter_offloaded_update,
         enter_tracing,
         enter_untrained,
+        enter_repeated_forward,
         enter_links,
         enter_waits,
         enter_other_communication,

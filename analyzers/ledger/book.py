@@ -10,6 +10,7 @@ from statistics import median
 from typing import Literal, cast
 
 from fsdp2prof.analyzers.findings import worded
+from fsdp2prof.analyzers.layers import fold_names, named_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, severity_of, worth_telling
 from fsdp2prof.analyzers.steps import differs_traced, mean, typical_ns, window_count
@@ -47,6 +48,7 @@ _REASONS = {
     "loading": "creating a batch",
     "workers": "worker processes create the batches",
     "rebuilt": "a new data loader iterator",
+    "updating": "the optimizer updates parameters on the CPU",
     "one_by_one": "an optimizer that updates parameters one by one",
     "float64": "operators on float64 tensors",
     "float32": "matrix products in float32 without tensor cores",
@@ -54,8 +56,12 @@ _REASONS = {
     "layout": "conversions between channels first and last",
     "indexed": "gradients of a tensor indexed by a tensor",
     "untrained": "backward of parameters that no optimizer updates",
+    "repeated": "a frozen model's forward of the same inputs in every step",
     "in_front": "copies on other streams wait for them",
     "one_hot": "one-hot matrices and products with them",
+    "bluestein": "Fourier transforms of a length with a large prime factor",
+    "masked": "attention with one boolean mask for all samples and heads",
+    "contraction": "products that are stored and then summed",
     "unaligned": "matrix products with rows not aligned to 16 bytes",
     "scores": "attention that stores its scores",
     "memory": "kernels that only move memory",
@@ -455,6 +461,15 @@ def main_layer(charges: Sequence[Charge]) -> str | None:
     """Return the layer with at least half of some charges, if one has as much."""
     fqn, most = by_layer(charges)[0] if charges else (None, 0)
     return fqn if 2 * most >= sum(one.ns for one in charges) else None
+
+
+def main_layers(charges: Sequence[Charge]) -> str | None:
+    """Name the layer, or the layers that differ in one number, with at least half of some charges."""
+    costs = [(fqn, ns) for fqn, ns in by_layer(charges) if fqn is not None]
+    for label, rows in fold_names([(fqn, 0) for fqn, _ in costs]):
+        if 2 * sum(costs[row][1] for row in rows) >= sum(one.ns for one in charges) > 0:
+            return named_layer(costs[rows[0]][0]) if len(rows) == 1 else f"`{label}`"
+    return None
 
 
 def worst_layer(charges: Sequence[Charge]) -> str | None:

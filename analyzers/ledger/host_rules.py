@@ -33,6 +33,8 @@ LINE = re.compile(r"\(\d+\): |:\d+ \(")
 _OF_FUNCTION = re.compile(r"(?:\S+\(\) in )?([^()]+):\d+ \((?!<module>)(.+)\)")
 """A line that the recorder saw in a function: the file, and the function; a script's outermost lines are one
 each."""
+UPDATING = "updating"
+"""Why an offloaded training's device idles in the optimizer."""
 LOADING = "loading"
 """Why the training's own process works for a batch."""
 _OBJECTS = re.compile(r"(?:all_gather|gather|broadcast|scatter)_object(?:_list)?\(\) in ")
@@ -128,6 +130,17 @@ def enter_host(book: Book) -> None:
     _dispatch(book)
 
 
+def enter_offloaded_update(book: Book) -> None:
+    """Count the device's idle time in an optimizer that updates parameters on the CPU as CPU offload.
+
+    Tracing does not slow that work down: it is a few long operators.
+    """
+    if book.on_device and book.offloads:
+        for cause in ("sync", "host_pause"):
+            mine = book.take(cause, lambda one: one.phase == "optimizer" and one.late_rank is None)
+            book.put_back(replace(one, cause="offload", count=0, why=UPDATING) for one in mine)
+
+
 def _data_loader(book: Book) -> None:
     """Enter the waiting for batches: each rank's own, and that of the others for it."""
     mine = book.take("data_loader")
@@ -213,6 +226,7 @@ def _allocation(book: Book) -> None:
 
 def _pauses(book: Book) -> None:
     """Enter long gaps in which the host launched nothing, by place."""
+    _give_to_optimizer(book)
     steady = steady_pauses(book)
     chance = book.take("host_pause", lambda one: one.late_rank is None and pausing_at(one) not in steady)
     book.put_back(replace(one, cause="host") for one in chance)
@@ -260,6 +274,33 @@ def _pauses(book: Book) -> None:
         work=work,
         see="" if site else " Record with --stacks to see the function.",
     )
+
+
+def _give_to_optimizer(book: Book) -> None:
+    """Count pauses of torch's own optimizer as dispatch: no function of the script was seen there alone.
+
+    The function that calls ``step()`` runs elsewhere, too. Where no line is recorded at all, the script may
+    have an optimizer of its own.
+    """
+    seen = [
+        one for cause in ("host", "host_pause") for one in book.left(cause) if LINE.search(one.site or "")
+    ]
+    if not seen or not book.on_device:
+        return
+    elsewhere = {_function(one) for one in seen if one.phase != "optimizer"}
+    mine = book.take(
+        "host_pause",
+        lambda one: (
+            one.phase == "optimizer" and one.late_rank is None and _function(one) in {None, *elsewhere}
+        ),
+    )
+    book.put_back(replace(one, cause="host", site=None) for one in mine)
+
+
+def _function(one: Charge) -> str | None:
+    """Return file and function of a charge's line; None of another place or a script's outermost line."""
+    line = _OF_FUNCTION.fullmatch(one.site or "")
+    return None if line is None else line[1] + line[2]
 
 
 def pausing_at(one: Charge) -> tuple[str | None, str | None, str]:

@@ -200,7 +200,8 @@ def _threads(book: Book) -> None:
     for manifest in book.manifests:
         for step in manifest.host_steps:
             lines.update(step.python_threads)
-    book.enter(mine, "starved_host/interpreter", {"line": lines.most_common(1)[0][0]})
+    called, inside, line = lines.most_common(1)[0][0].partition("() in ")
+    book.enter(mine, "starved_host/interpreter", {"line": line if inside else called})
 
 
 def _taken(book: Book, amounts: Mapping[tuple[int, int], int], causes: Sequence[str]) -> list[Charge]:

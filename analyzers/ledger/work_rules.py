@@ -10,12 +10,13 @@ from math import prod
 
 from fsdp2prof.analyzers.findings import listed
 from fsdp2prof.analyzers.layers import named_layer
-from fsdp2prof.analyzers.ledger.book import ALL, Book, by_layer, main_layer, worst_layer
+from fsdp2prof.analyzers.ledger.book import ALL, Book, by_layer, main_layer, main_layers, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
-from fsdp2prof.analyzers.ledger.host_rules import RUNS_AUTOGRAD
+from fsdp2prof.analyzers.ledger.host_rules import RUNS_AUTOGRAD, UPDATING
 from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
-from fsdp2prof.analyzers.recorded_groups import untrained_units
+from fsdp2prof.analyzers.recorded_groups import repeated_units, untrained_units
 from fsdp2prof.backends import SINGLE_PRECISION, moves_memory
+from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.units import dtype_bytes, format_bytes, plural
 
 _GIGA = 1e9
@@ -39,7 +40,21 @@ def enter_untrained(book: Book) -> None:
     ]
     names = list(dict.fromkeys(name for names in units.values() for name in names))
     if _is_worth_it(book, sum(one.ns for one in mine)):
-        book.enter(mine, "backward_untrained", {"parameters": len(names)}, names=listed(names, 3))
+        frozen = {
+            qualified_fqn(group.fqn, group.root, one.root_count)
+            for one in book.manifests
+            for group in one.param_groups
+            if not group.requires_grad
+        }
+        through = [one for one in mine if one.fqn in frozen]
+        only = sum(one.ns for one in through) >= _HALF * sum(one.ns for one in mine)
+        book.enter(
+            mine,
+            "backward_untrained/frozen" if only else "backward_untrained",
+            {"parameters": len(names)},
+            names=listed(names, 3),
+            where=main_layers(through) or "frozen layers",
+        )
     else:
         book.put_back(mine)
 
@@ -50,6 +65,23 @@ def _is_untrained(units: Collection[str], one: Charge) -> bool:
         and one.fqn in units
         and (one.phase == "backward" or one.op == "reduce_scatter")
     )
+
+
+def enter_repeated_forward(book: Book) -> None:
+    """Enter forwards of frozen models whose inputs are the same in every step."""
+    units = {unit for one in book.manifests for unit in repeated_units(one)}
+    mine = [
+        one
+        for cause in ("compute", "fsdp_copy", "host", "communication")
+        for one in book.take(
+            cause,
+            lambda one: one.why == "repeated" or (one.cause == "communication" and one.fqn in units),
+        )
+    ]
+    if _is_worth_it(book, sum(one.ns for one in mine)):
+        book.enter(mine, "repeated_forward", where=main_layers(mine))
+    else:
+        book.put_back(mine)
 
 
 def enter_repeated_update(book: Book) -> None:
@@ -151,7 +183,13 @@ def _offload(book: Book) -> None:
         f"{format_bytes(size // book.rank_steps)}{speed}" if size else f"{count / book.rank_steps:.3g} copies"
     )
     whose = f", most for {named_layer(worst)} ({book.per_step(layers[0][1])})" if worst is not None else ""
+    updating = sum(one.ns for one in mine if one.why == UPDATING)
     offloading = "cpu_offload" if pinned else "cpu_offload/unpinned"
+    if updating > _HALF * sum(one.ns for one in mine):
+        offloading = "cpu_offload/update"
+    needed, free = _room(book)
+    room = f": with gradients and states they need {format_bytes(needed)} of the {format_bytes(free)} left"
+    room = room if needed < free else " if they fit"
     named = [one.op for one in mine if one.op is not None]
     direct = bool(named) and all(_PINNED in name for name in named)
     in_front = sum(one.ns for one in mine if one.why == "in_front") >= _MOST * sum(one.ns for one in mine)
@@ -168,7 +206,30 @@ def _offload(book: Book) -> None:
         calm=book.usual_frac(mine) < book.thresholds.min_cost_frac,
         amount=amount,
         whose=whose,
+        updating=book.per_step(updating),
+        memory_bytes=needed if offloads and needed < free else None,
+        room=room,
     )
+
+
+def _room(book: Book) -> tuple[int, int]:
+    """Return the bytes of a rank's offloaded parameters, gradients and states, and those that its device has
+    left at the peak of what is reserved; 0 if unknown."""
+    one = next((one for one in book.manifests if one.param_groups), None)
+    if one is None:
+        return 0, 0
+    shards = sum(
+        prod(parameter.padded_local_shape)
+        * (dtype_bytes(parameter.dtype) or 0)
+        * (1 + parameter.requires_grad)
+        for group in one.param_groups
+        if group.offload
+        for parameter in group.parameters
+    )
+    reserved = one.allocator.get("reserved_bytes.all.peak")
+    whole = one.device.total_bytes
+    free = 0 if whole is None or reserved is None else whole - reserved
+    return shards + sum(optimizer.state_bytes for optimizer in one.optimizers), free
 
 
 _PINNED = "Pinned"
@@ -233,6 +294,12 @@ _NOTABLE = 1 / 3
 _SAVED_BY_FLASH = 2 / 3
 """Part of attention's time that a fused kernel saves at least: it is 3 to 10 times as fast (FlashAttention-2,
 section 4.1)."""
+_STORED = 3 / 4
+"""Part of products that are stored and then summed which a matrix product saves at least: it reads factors
+and writes sums, each at most an eighth of what is written and read again."""
+_BLUESTEIN = 3 / 4
+"""Part of such a Fourier transform that padding saves at least: Bluestein's algorithm makes two transforms
+of at least twice the length."""
 _OLD = re.compile(r"^(?:volta|turing)_")
 """Begins names of kernels of devices whose tensor cores take neither bfloat16 nor TF32 (cuBLAS)."""
 
@@ -247,6 +314,9 @@ def enter_kernels(book: Book) -> None:
     if _computes_in_half(book):
         _of_kind(book, "attention_in_float32", "attention_in_float32", _TENSOR_CORES)
     _of_kind(book, "scores", "attention_scores", _SAVED_BY_FLASH)
+    _masked_attention(book)
+    _of_kind(book, "contraction", "stored_products", _STORED)
+    _of_kind(book, "bluestein", "fourier_lengths", _BLUESTEIN)
     _of_kind(book, "layout", "layout_conversions", 1)
     _of_kind(book, "unaligned", "unaligned_products", _HALF)
     _of_kind(book, "indexed", "indexed_gradients", 1)
@@ -297,7 +367,33 @@ def _of_kind(book: Book, kind: str, key: str, saved: float) -> None:
     gain = _gain_ns(book, mine, saved)
     if _is_worth_it(book, gain):
         site = book.main_site(one for one in mine if not RUNS_AUTOGRAD.search(one.site or ""))
-        book.enter(mine, key, {"site": site}, fqn=main_layer(mine), gain_ns=gain)
+        book.enter(mine, key, {"site": site}, fqn=main_layer(mine), gain_ns=gain, where=main_layers(mine))
+    else:
+        book.put_back(mine)
+
+
+def _masked_attention(book: Book) -> None:
+    """Enter attention that computes pairs which its mask hides: as many as the recorder counted, or half."""
+    masks = [
+        one
+        for manifest in book.manifests
+        for one in manifest.unsharded or ()
+        if one.dtype == "bool" and one.true_frac is not None
+    ]
+    seen = max((one.true_frac or 0.0 for one in masks), default=None)
+    mine = book.take("compute", lambda one: one.why == "masked")
+    gain = _gain_ns(book, mine, _HALF if seen is None else 1 - seen)
+    if _is_worth_it(book, gain):
+        book.enter(
+            mine,
+            "masked_attention",
+            {"masked_frac": None if seen is None else 1 - seen},
+            fqn=main_layer(mine),
+            gain_ns=gain,
+            basis=None if seen is None else "bound",
+            known=seen is not None,
+            where=main_layers(mine),
+        )
     else:
         book.put_back(mine)
 
@@ -323,6 +419,17 @@ def _unfused(book: Book) -> None:
     outside = [one for one in mine if one.fqn is None and one.phase != "optimizer"]
     beside = sum(one.ns for one in outside) >= _MOST * sum(one.ns for one in mine)
     site = book.main_site(outside) if beside else None
+    looped = [one for one in mine if one.site is not None and one.phase in ("forward", "backward")]
+    if sum(one.ns for one in looped) >= _MOST * sum(one.ns for one in mine):
+        site = book.main_site(looped)
+        book.enter(
+            mine,
+            "memory_bound_kernels/loop",
+            {"compute_frac": part, "site": site},
+            fqn=main_layer(mine),
+            gain_ns=gain,
+        )
+        return
     worst, there = next((one for one in by_layer(mine) if one[0] is not None), (None, 0))
     worst = worst if there >= _NOTABLE * sum(one.ns for one in mine) else None
     key = "memory_bound_kernels"

@@ -8,6 +8,7 @@ from math import prod
 
 from fsdp2prof.analyzers.findings import listed
 from fsdp2prof.analyzers.layers import block_of
+from fsdp2prof.analyzers.recorded_groups import frozen_roots
 from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence, find_in_variables, finding
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, UnshardedInfo
 from fsdp2prof.results.finding import EvidenceValue, Finding, Severity
@@ -302,7 +303,8 @@ def _same_inputs(evidence: RunEvidence) -> Iterator[Finding]:
     """
     alike: dict[tuple[tuple[str | None, ...], ...], list[int]] = defaultdict(list)
     for rank, manifest in evidence.sharded.items():
-        seen = tuple(tuple(root) for root in manifest.inputs if root)
+        frozen = frozen_roots(manifest)
+        seen = tuple(tuple(one) for root, one in enumerate(manifest.inputs) if one and root not in frozen)
         if seen and all(len({*root} - {None}) > 1 for root in seen):
             alike[seen].append(rank)
     same = [ranks for ranks in alike.values() if len(ranks) > 1 and not _in_another_group(evidence, ranks)]

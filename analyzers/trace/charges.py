@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.analyzers.ledger.charges import Charge, CollectivePieces, RankCharges
 from fsdp2prof.analyzers.phases import find_rows
-from fsdp2prof.analyzers.recorded_groups import untrained_units
+from fsdp2prof.analyzers.recorded_groups import repeated_units, untrained_units
 from fsdp2prof.analyzers.steps import STEP_LABEL
 from fsdp2prof.analyzers.trace.activities import (
     beginning_in,
@@ -38,6 +38,7 @@ from fsdp2prof.analyzers.trace.script import (
     OF_FSDP,
     ONE_BY_ONE,
     REBUILT,
+    REPEATED,
     UNTRAINED,
     WHY,
     Script,
@@ -141,7 +142,17 @@ class _Charging:
         self._rerunning = recomputed(tables)
         self._recomputing = on_the_device(tables, self._rerunning)
         self._script = Script(tables)
-        self._untrained = {} if tables.manifest is None else untrained_units(tables.manifest)
+        manifest = tables.manifest
+        self._needless: list[tuple[Container[str], str, int]] = []
+        if manifest is not None:
+            self._needless = [
+                (units, phase, why)
+                for units, phase, why in (
+                    (untrained_units(manifest), "backward", UNTRAINED),
+                    (repeated_units(manifest), "forward", REPEATED),
+                )
+                if units
+            ]
         for step, checks in self._script.gradient_checks():
             self._add(step, "compute", 0, phase="backward", why=ANOMALY, count=checks)
         for step, operators in self._script.operators_of_optimizers():
@@ -234,17 +245,18 @@ class _Charging:
         # The line of a long operator on a CPU was seen during it, not as it began.
         issued = work.launch_ns[row] if len(tables.device) else (start + end) // 2
         kinds = kinds_of_compute(tables, work) if kind == "compute" else np.full(len(work), -1)
+        moving = kinds == KERNEL_KINDS.index("memory")
         named = np.isin(kinds, [KERNEL_KINDS.index(kind) for kind in _WITH_A_LINE])
         why, site, sites = self._script.at(
-            issued, outside[row], looped=not len(tables.device), named=named[row]
+            issued, outside[row], looped=not len(tables.device), named=named[row], placed=moving[row]
         )
         if kind == "compute":
             kinds = kinds[row]
             why = np.where((why == 0) & (kinds >= 0), FIRST_KIND + kinds, why)
         if kind == "memcpy":
             why = np.where(_in_front(tables)[mask][row], IN_FRONT, why)
-        elif self._untrained:
-            why = np.where(self._trains_nothing(fqn, phase)[row], UNTRAINED, why)
+        else:
+            why = self._needlessly(fqn.take(row), phase.take(row), why)
         columns = (
             window,
             phase.codes[row],
@@ -287,9 +299,12 @@ class _Charging:
             self._add(step, "evaluation", evaluated, fqn=module, phase=where)
             self._add(step, "recompute", rerun, phase=where)
 
-    def _trains_nothing(self, fqn: Strings, phase: Strings) -> BoolArray:
-        """Whether each place is the backward of a unit whose gradients no optimizer uses."""
-        return fqn.matches(self._untrained.__contains__) & phase.equals("backward")
+    def _needlessly(self, fqn: Strings, phase: Strings, why: IntArray) -> IntArray:
+        """Replace the reason of time in a backward that trains nothing, or in a forward that every step
+        repeats."""
+        for units, when, reason in self._needless:
+            why = np.where(fqn.matches(units.__contains__) & phase.equals(when), reason, why)
+        return why
 
     def idle(self, parts: dict[str, Intervals]) -> Intervals:
         """Charge idle time but for callers that a collective blocks, which is returned."""
@@ -337,8 +352,7 @@ class _Charging:
                 names = (*names, *lines)
                 of_fsdp = phases.activity.lookup(row).matches(lambda name: name != "compute")
                 why = np.where((why == 0) & of_fsdp, OF_FSDP, why)
-            if self._untrained and cause == "host_bound":
-                why = np.where(self._trains_nothing(fqn, phase), UNTRAINED, why)
+                why = self._needlessly(fqn, phase, why)
             evaluating = intervals.covered(self._evaluating, start, end)
             again = evaluating * 0
             if cause == "host_bound":

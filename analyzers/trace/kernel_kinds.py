@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterator, Sequence
 from functools import lru_cache, partial
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -12,7 +13,7 @@ import msgspec
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
-from fsdp2prof.analyzers.trace.accounting import PRODUCTS, WorkTable, outermost
+from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS, WorkTable, outermost
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.backends import KERNEL_KINDS, KERNEL_PATTERNS, PRODUCT_KERNEL, moves_memory
 from fsdp2prof.tables.columns import BoolArray, IntArray
@@ -28,6 +29,16 @@ _AS_IT_IS = frozenset(
                  "expand", "contiguous", "clone", "alias", "detach", "swapaxes", "mT", "_unsafe_view")
 )  # fmt: skip
 """Operators that leave a matrix what it is but for its type, shape and place."""
+_ATTENTION = "aten::scaled_dot_product_attention"
+_MASK = 3
+"""Position of its mask."""
+_TIMES = "aten::mul"
+_SUM = "aten::sum"
+_SUM_INPUTS = 3
+"""Recorded inputs of a sum over some dimensions, at least; one over all has the tensor and a type."""
+_TIMES_BACKWARD = "autograd::engine::evaluate_function: MulBackward0"
+_EXPANDED = 8
+"""Times that a product is larger than either of its factors, from which on storing it is most of the work."""
 _LEAST = 64
 """Least number of queries and of keys for a softmax input to count as attention scores."""
 
@@ -41,6 +52,7 @@ def kinds_of_compute(tables: RankTables, work: WorkTable) -> IntArray:
     found[products & update] = KERNEL_KINDS.index("update")
     if len(tables.device):
         found[names.matches(moves_memory)] = KERNEL_KINDS.index("memory")
+        found[_with_a_mask(tables, work)] = KERNEL_KINDS.index("masked")
         found[_with_scores(tables, work)] = KERNEL_KINDS.index("scores")
     found[_of_slices(tables, work)] = KERNEL_KINDS.index("sliced")
     if len(tables.device):
@@ -48,6 +60,8 @@ def kinds_of_compute(tables: RankTables, work: WorkTable) -> IntArray:
             found[names.matches(partial(_matches, pattern))] = KERNEL_KINDS.index(kind)
     found[_in_double(tables, work)] = KERNEL_KINDS.index("float64")
     found[_with_one_hot(tables, work)] = KERNEL_KINDS.index("one_hot")
+    if len(tables.device):
+        found[_of_contractions(tables, work)] = KERNEL_KINDS.index("contraction")
     return found
 
 
@@ -134,6 +148,83 @@ def _calls_in(
             yield name, _tensors(shapes.dims[row] or "[]")
 
 
+def _of_contractions(tables: RankTables, work: WorkTable) -> BoolArray:
+    """Whether each activity stores products of two expanded tensors that are then summed, or their gradients.
+
+    ``(a.unsqueeze(i) * b.unsqueeze(j)).sum(k)`` is a matrix product. Backward multiplies tensors of the
+    products' size again, and sums them for each factor.
+    """
+    events, shapes = tables.trace.events, tables.trace.shapes
+    names = events.name.take(shapes.event)
+    rows = np.flatnonzero(names.matches((_TIMES, _SUM).__contains__))
+    dims = dict(zip(shapes.event[rows].tolist(), shapes.dims.take(rows).to_list(), strict=True))
+    pairs = list(_summed_products(tables, dims))
+    stored = {product for _, _, product in pairs}
+    nodes = np.flatnonzero(events.name.equals(_TIMES_BACKWARD)) if stored else rows[:0]
+    large = [event for event, sizes in dims.items() if not stored.isdisjoint(_shapes(sizes))]
+    event = np.array(large, dtype=np.int64)
+    found = np.zeros(len(work), dtype=np.bool_)
+    for thread in intervals.distinct(events.thread[event]):
+        mine = nodes[events.thread[nodes] == thread]
+        mine = mine[np.argsort(events.start_ns[mine], kind="stable")]
+        inside = events.start_ns[event[events.thread[event] == thread]]
+        nth = intervals.containing(events.start_ns[mine], events.end_ns[mine], inside)
+        mine = mine[intervals.distinct(nth[nth >= 0])]
+        here = [(first, last) for first, last, _ in pairs if events.thread[first] == thread]
+        first, last = np.array(here, dtype=np.int64).reshape(-1, 2).T
+        spans = intervals.union(
+            np.concatenate([events.start_ns[first], events.start_ns[mine]]),
+            np.concatenate([events.end_ns[last], events.end_ns[mine]]),
+        )
+        at = np.flatnonzero(work.thread == thread)
+        found[at] = intervals.containing(spans.start, spans.end, work.launch_ns[at]) >= 0
+    return found
+
+
+def _summed_products(
+    tables: RankTables, dims: dict[int, str | None]
+) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Yield each product of expanded tensors, the sum of it that comes next, and its shape."""
+    events = tables.trace.events
+    large = [event for event, sizes in dims.items() if _expanded(sizes or "[]") is not None]
+    products = np.array(large, dtype=np.int64)
+    products = products[events.name.take(products).equals(_TIMES)]
+    operators = np.flatnonzero(events.name.matches(lambda name: name.startswith("aten::")))
+    for thread in intervals.distinct(events.thread[products]):
+        rows = outermost(events, operators[events.thread[operators] == thread])
+        rows = rows[~events.name.take(rows).matches(_AS_IT_IS.__contains__)]
+        for first, last in pairwise(rows.tolist()):
+            product = _expanded(dims.get(first) or "[]") if events.name[first] == _TIMES else None
+            summed = _summed(dims.get(last) or "[]") if events.name[last] == _SUM else None
+            if product is not None and product == summed:
+                yield first, last, product
+
+
+@lru_cache(maxsize=4096)
+def _shapes(dims: str | None) -> list[tuple[int, ...]]:
+    return [tuple(one) for one in _tensors(dims or "[]")]
+
+
+@lru_cache(maxsize=4096)
+def _expanded(dims: str) -> tuple[int, ...] | None:
+    """Return the shape of a product that is many times as large as either factor; None of others."""
+    factors = _shapes(dims)
+    if len(factors) != 2:
+        return None
+    try:
+        product = np.broadcast_shapes(*factors)
+    except ValueError:
+        return None
+    return product if prod(product) >= _EXPANDED * max(map(prod, factors)) > 0 else None
+
+
+@lru_cache(maxsize=4096)
+def _summed(dims: str) -> tuple[int, ...] | None:
+    """Return the shape of what a sum over some dimensions takes; None of a sum of everything."""
+    inputs: list[Any] = msgspec.json.decode(dims)
+    return next(iter(_shapes(dims)), None) if len(inputs) >= _SUM_INPUTS else None
+
+
 def _of_slices(tables: RankTables, work: WorkTable) -> BoolArray:
     """Whether each activity belongs to the gradient of a slice that autograd adds to that of another.
 
@@ -155,6 +246,49 @@ def _of_slices(tables: RankTables, work: WorkTable) -> BoolArray:
         row = intervals.containing(*ranges, work.launch_ns[at])
         found[at] = (row >= 0) & joins[row]
     return found
+
+
+def _with_a_mask(tables: RankTables, work: WorkTable) -> BoolArray:
+    """Whether each activity is of attention with a boolean mask of all pairs that samples and heads share."""
+    events, shapes = tables.trace.events, tables.trace.shapes
+    names = events.name.take(shapes.event)
+    rows = np.flatnonzero(names.equals(_ATTENTION))
+    tokens = [
+        _masked_tokens(*one)
+        for one in zip(shapes.dims.take(rows).to_list(), shapes.types.take(rows).to_list(), strict=True)
+    ]
+    masks = {(one, one) for one in tokens if one}
+    forward = shapes.event[rows[np.array([one > 0 for one in tokens], dtype=np.bool_)]]
+    rows = np.flatnonzero(names.matches(_is_backward)) if masks else rows[:0]
+    taking = [any(one[-2:] in masks for one in _shapes(shapes.dims[row])[3:]) for row in rows.tolist()]
+    event = np.concatenate([forward, shapes.event[rows[np.array(taking, dtype=np.bool_)]]])
+    found = np.zeros(len(work), dtype=np.bool_)
+    for thread in intervals.distinct(events.thread[event]):
+        mine = event[events.thread[event] == thread]
+        spans = intervals.union(events.start_ns[mine], events.end_ns[mine])
+        at = np.flatnonzero(work.thread == thread)
+        found[at] = intervals.containing(spans.start, spans.end, work.launch_ns[at]) >= 0
+    return found
+
+
+def _is_backward(name: str) -> bool:
+    attention = ATTENTION.fullmatch(name)
+    return attention is not None and attention[1] is not None
+
+
+@lru_cache(maxsize=4096)
+def _masked_tokens(dims: str | None, types: str | None) -> int:
+    """Return the tokens of self-attention with a boolean mask for all samples and heads; 0 of any other."""
+    inputs: list[Any] = msgspec.json.decode(dims or "[]")
+    kinds: list[Any] = msgspec.json.decode(types or "[]")
+    if len(inputs) <= _MASK or len(kinds) <= _MASK or kinds[_MASK] != "bool":
+        return 0
+    query, key, mask = inputs[0], inputs[1], inputs[_MASK]
+    if not all(isinstance(one, list) and len(one) > 1 for one in (query, key, mask)):
+        return 0
+    tokens: int = query[-2]
+    square = tokens >= _LEAST and key[-2] == tokens and mask[-2:] == [tokens, tokens]
+    return tokens if square and prod(mask[:-2]) == 1 else 0
 
 
 def _with_scores(tables: RankTables, work: WorkTable) -> BoolArray:

@@ -31,12 +31,13 @@ LOOK_NS = 5_000_000
 _NEAR_NS = 4 * LOOK_NS
 """Time from the nearest look beyond which it says nothing: a busy machine delays looks."""
 _LOOP, _OUTSIDE = 1, 2
-WHY = (None, "loop", "outside", "outside_loop", *KERNEL_KINDS, "fsdp", "untrained", "in_front", "loading")
+WHY = (None, "loop", "outside", "outside_loop", *KERNEL_KINDS, "fsdp", "untrained", "repeated", "in_front",
+       "loading")  # fmt: skip
 """Reason of work's time: a loop of small operators, work outside training, a kind of compute, FSDP's own
-work on the host, backward of a unit that no optimizer updates, a copy before other copies, or creating a
-batch."""
-FIRST_KIND, OF_FSDP, UNTRAINED, IN_FRONT, LOADING = (
-    WHY.index(why) for why in (KERNEL_KINDS[0], "fsdp", "untrained", "in_front", "loading")
+work on the host, backward of a unit that no optimizer updates, a frozen model's forward of the same inputs, a
+copy before other copies, or creating a batch."""
+FIRST_KIND, OF_FSDP, UNTRAINED, REPEATED, IN_FRONT, LOADING = (
+    WHY.index(why) for why in (KERNEL_KINDS[0], "fsdp", "untrained", "repeated", "in_front", "loading")
 )
 ANOMALY = "anomaly"
 ONE_BY_ONE = "one_by_one"
@@ -66,13 +67,20 @@ class Script:
         self._loops = find_loops(tables, self._threads)
 
     def at(
-        self, time: IntArray, outside: BoolArray, *, looped: bool, named: BoolArray | None = None
+        self,
+        time: IntArray,
+        outside: BoolArray,
+        *,
+        looped: bool,
+        named: BoolArray | None = None,
+        placed: BoolArray | None = None,
     ) -> tuple[IntArray, IntArray, tuple[str | None, ...]]:
         """Describe the script's work at some times of the host: a reason (of ``WHY``), a site and all
         sites.
 
         ``outside``: whether a time is outside any forward, backward or optimizer. A loss is part of
-        training, too: backward follows it. ``named`` times have a site wherever they are.
+        training, too: backward follows it. ``named`` times have a site wherever they are, and ``placed`` ones
+        that of the loop around them.
         """
         sighted, loops = self._tables.sighted, self._loops
         line, away = sighted.lines.nearest(time)
@@ -83,6 +91,9 @@ class Script:
             at = intervals.containing(loops.start_ns, loops.end_ns, time)
             reason[at >= 0] = _LOOP
             site = np.where(site < 0, loops.site.lookup(at).codes, site)
+        elif placed is not None:
+            at = intervals.containing(loops.start_ns, loops.end_ns, time)
+            site = np.where(placed & (site < 0), loops.site.lookup(at).codes, site)
         hooked = (away <= _NEAR_NS) & sighted.lines.line.lookup(line).matches(_is_hook) & ~outside
         site = np.where(hooked, len(loops.site.values) + sighted.lines.line.lookup(line).codes, site)
         in_module = seen & (sighted.callers.nearest(time)[1] <= away)

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh
+from fsdp2prof.recorder.model import ownership
 from fsdp2prof.recorder.model.inputs import input_digest
 from fsdp2prof.recorder.model.roots import Roots
 
@@ -38,6 +39,9 @@ def test_digests_differ_as_the_data_do() -> None:
     assert first == input_digest((WORDS.clone(),), {"mask": torch.ones(2)})
     assert first != input_digest((WORDS + 1,), {"mask": torch.ones(2)})
     assert first != input_digest((WORDS.view(3, 2),), {"mask": torch.ones(2)})
+    many = torch.arange(1 << 14)
+    other = torch.cat([many[:-16], many[:16]])
+    assert input_digest((many,), {}) != input_digest((other,), {}), "samples come from all of a tensor"
 
 
 def test_a_few_tensors_are_read_however_deep_they_lie() -> None:
@@ -71,3 +75,31 @@ def test_captured_and_evaluated_forwards_are_left_out() -> None:
         assert len(set(root.inputs)) == 2
         assert None not in root.inputs
         roots.remove()
+
+
+def test_of_a_frozen_root_the_first_forward_of_each_step_is_kept() -> None:
+    """Whether gradients are enabled or not."""
+    roots = Roots(lambda: None)
+    with fake_process_group(MeshSpec(dp_shard=2)) as device_mesh:
+        mesh = fsdp_mesh(device_mesh)
+        teacher: Any = fully_shard(nn.Linear(4, 4).requires_grad_(False), mesh=mesh)
+        roots.watch(teacher)
+        words = torch.rand(2, 4)
+        for _ in range(2):
+            with torch.no_grad():
+                teacher(words)
+            teacher(words + 1)
+            roots.end_step()
+        (root,) = roots
+        assert root.inputs == [input_digest((words,), {})] * 2
+        roots.remove()
+
+
+@pytest.mark.parametrize(
+    ("mask", "fraction"),
+    [(torch.ones(128, 128).tril().bool(), 0.5), (torch.eye(128), None), (torch.ones(2, 128).bool(), None)],
+)
+def test_a_square_boolean_buffer_is_described_with_what_is_true(
+    mask: torch.Tensor, fraction: float | None
+) -> None:
+    assert ownership._true_frac(mask) == (None if fraction is None else pytest.approx(fraction, abs=0.01))

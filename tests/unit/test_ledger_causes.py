@@ -15,9 +15,10 @@ from support.sharded_groups import sharded_group
 
 from fsdp2prof.analyzers.ledger.account import with_ledger
 from fsdp2prof.analyzers.ledger.charges import Charge
-from fsdp2prof.analyzers.recorded_groups import untrained_units
+from fsdp2prof.analyzers.recorded_groups import repeated_units, untrained_units
 from fsdp2prof.analyzers.trace.operators import KernelSum, additional_ns
 from fsdp2prof.manifest import (
+    DeviceInfo,
     HostStep,
     MachineInfo,
     OptimizerInfo,
@@ -916,3 +917,139 @@ def test_backward_of_what_no_optimizer_updates_is_one_cause_with_its_reductions(
     assert "no_grad" in first.remedy.change
     assert untrained_units(teacher_and_student()[0]) == {"root0:blocks.0": ["blocks.0.weight"]}
     assert untrained_units(teacher_and_student(optimizer=False)[0]) == {}
+
+
+def stem_and_frozen_layer(*, trained_in_front: bool) -> RankManifest:
+    """A root whose stem no optimizer holds, a frozen layer, and a trained head, in the order of forward."""
+    frozen, head, root = (sharded_group(name, [8, 8], ranks=2, rows=4) for name in ("frozen", "head", ""))
+    at = {"frozen": (1, 1, False, False), "head": (2, 2, True, True), "": (3, 0, True, trained_in_front)}
+    groups = []
+    for group in (frozen, head, root):
+        forward, position, trains, held = at[group.fqn]
+        weight = msgspec.structs.replace(
+            group.parameters[0], position=position, requires_grad=trains, optimized=held
+        )
+        groups.append(
+            msgspec.structs.replace(
+                group, parameters=[weight], requires_grad=trains, forward_positions=[forward]
+            )
+        )
+    return RankManifest(rank=0, param_groups=groups)
+
+
+def test_backward_through_frozen_layers_to_what_no_optimizer_holds_is_for_nothing() -> None:
+    assert untrained_units(stem_and_frozen_layer(trained_in_front=True)) == {}
+    manifest = stem_and_frozen_layer(trained_in_front=False)
+    assert untrained_units(manifest) == {"frozen": ["weight"], "": ["weight"]}
+    found = [{"cause": "compute", "phase": "backward", "fqn": "frozen", "ns": 9 * MS, "why": "untrained"}]
+    first = told(ledger_of(found, [manifest, msgspec.structs.replace(manifest, rank=1)]))[0]
+    assert first.id == "backward_untrained"
+    assert "`frozen`, which are frozen" in first.said
+
+
+@pytest.mark.parametrize(
+    ("inputs", "repeated"),
+    [
+        ([["a", "b"], ["c", "c"]], True),
+        ([["a", "b"], ["c", "d"]], False),
+        ([["a", "a"], ["c", "c"]], False),  # one batch, again and again
+        ([["a", "b"], ["c"]], False),
+        ([["a", "b"], [None, None]], False),
+        ([["a", "b"]], False),
+    ],
+)
+def test_a_frozen_model_with_the_same_inputs_runs_once(
+    inputs: list[list[str | None]], repeated: bool
+) -> None:
+    groups = [
+        msgspec.structs.replace(
+            sharded_group("blocks.0", [8, 8], ranks=2, rows=4), root=root, requires_grad=root == 0
+        )
+        for root in (0, 1)
+    ]
+    manifests = [RankManifest(rank=rank, param_groups=groups, inputs=inputs) for rank in (0, 1)]
+    assert repeated_units(manifests[0]) == ({"root1:blocks.0"} if repeated else set())
+    place = {"phase": "forward", "fqn": "root1:blocks.0"}
+    compute = place | {"cause": "compute", "ns": 8 * MS, "why": "repeated" if repeated else None}
+    gather = place | {"cause": "communication", "ns": 3 * MS, "op": "all_gather", "why": "launch"}
+    entries = {one.id: one for one in ledger_of([compute, gather], manifests).entries}
+    assert ("repeated_forward" in entries) is repeated
+    if repeated:
+        assert entries["repeated_forward"].ns == 11 * MS
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_an_update_on_the_cpu_is_the_cost_of_offload_and_not_of_tracing(offload: bool) -> None:
+    group = msgspec.structs.replace(
+        sharded_group("blocks.0", [1 << 10, 1 << 10], ranks=2, rows=1 << 9), offload=offload
+    )
+    manifests = [
+        RankManifest(
+            rank=rank,
+            param_groups=[group],
+            device=DeviceInfo(type="cuda", total_bytes=80 << 30),
+            allocator={"reserved_bytes.all.peak": 8 << 30},
+        )
+        for rank in (0, 1)
+    ]
+    idle = {"cause": "sync", "phase": "optimizer", "ns": 30 * MS}
+    copies = {"cause": "offload", "fqn": "blocks.0", "op": "Memcpy HtoD (Pinned -> Device)", "ns": 2 * MS}
+    names = ("min_ns", "lower_quartile_ns", "median_ns", "upper_quartile_ns", "max_ns")
+    times = dict.fromkeys(names, 20 * MS)
+    slow = UnrecordedStep(steps=8, **times, traced_median_ns=50 * MS, slowdown=2.5)
+    ledger = ledger_of([idle, copies], manifests, unrecorded=slow)
+    if not offload:
+        assert ledger.causes_ns["tracing"] == 30 * MS
+        return
+    first = told(ledger)[0]
+    assert first.remedy is not None
+    assert (first.id, first.ns, first.remedy.memory_bytes) == ("cpu_offload", 32 * MS, 4 << 20)
+    assert "4.00 MiB of the 72.0 GiB left" in first.remedy.change
+
+
+def test_kernels_of_a_loop_are_named_with_its_line() -> None:
+    here = {"cause": "compute", "ns": 30 * MS, "why": "memory", "fqn": "", "phase": "forward"}
+    (first,) = told(ledger_of([here | {"site": "a.py:4 (pairs)"}]))
+    assert (first.id, first.evidence["site"]) == ("memory_bound_kernels", "a.py:4 (pairs)")
+    assert first.remedy is not None
+    assert first.remedy.change.startswith("Replace the loop at a.py:4 (pairs)")
+    (first,) = told(ledger_of([here]))
+    assert first.remedy is not None
+    assert "loop" not in first.said + first.remedy.change
+
+
+@pytest.mark.parametrize(
+    ("seen", "gain_ms", "basis"), [(None, 10, "estimate"), (0.25, 15, "bound"), (1, None, "")]
+)
+def test_masked_attention_gains_what_its_mask_hides(
+    seen: float | None, gain_ms: int | None, basis: str
+) -> None:
+    mask = UnshardedInfo(
+        kind="buffer", fqn="seen", root=0, shape=[256, 256], dtype="bool", nbytes=1 << 16,
+        requires_grad=False, true_frac=seen,
+    )  # fmt: skip
+    manifests = [RankManifest(rank=rank, unsharded=[mask]) for rank in (0, 1)]
+    attention = {"cause": "compute", "ns": 20 * MS, "why": "masked", "fqn": "blocks.0", "phase": "forward"}
+    found = told(ledger_of([attention], manifests))
+    assert [one.id for one in found] == ["masked_attention"] * (gain_ms is not None)
+    if gain_ms is not None:
+        assert found[0].remedy is not None
+        assert (found[0].remedy.gain_ns, found[0].remedy.basis) == (gain_ms * MS, basis)
+
+
+@pytest.mark.parametrize(
+    ("site", "named"),
+    [
+        (None, False),
+        ("train.py:9 (<module>)", False),
+        ("train.py:8 (train)", False),
+        ("own.py:5 (step)", True),
+    ],
+)
+def test_pauses_of_torchs_optimizer_are_not_the_scripts(site: str | None, named: bool) -> None:
+    """``train`` calls ``step()``, and runs elsewhere, too."""
+    pause = {"cause": "host_pause", "ns": 4 * MS, "phase": "optimizer", "site": site}
+    other = {"cause": "host", "ns": MS, "phase": "forward", "site": "train.py:7 (train)"}
+    entries = {one.id: one for one in ledger_of([pause, other]).entries}
+    assert ("host_pause" in entries) is named
+    assert entries["host_bound"].ns == (1 if named else 5) * MS

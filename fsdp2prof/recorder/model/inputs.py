@@ -1,4 +1,4 @@
-"""Digests of what a model gets: ranks that read the same data have the same ones."""
+"""Digests of what a model gets: ranks that read the same data have the same ones, and so have steps."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _TYPES = frozenset(
 )
 """Types whose bytes are read."""
 _SAMPLE, _TENSORS, _DEEPEST = 1 << 10, 8, 3
-"""Elements of a tensor that are read, tensors of a forward, and how deep containers hold them."""
+"""Elements of a tensor that are read, spread over it, tensors of a forward, and how deep containers hold
+them."""
 
 
 @unseen_by_modes()
 def input_digest(*inputs: Any) -> str | None:
-    """Return a hash of the first elements of a forward's tensors; None where they say nothing.
+    """Return a hash of samples of a forward's tensors; None where they say nothing.
 
     Only plain tensors are read, where reading one disturbs nobody: not while a profiler runs, CUDA captures
     a graph, or synchronizations are reported.
     """
-    if _profiler_enabled():
-        return None
     digest, varies = hashlib.blake2b(digest_size=8), False
     with torch.no_grad():
         for tensor in islice(_tensors(inputs, _DEEPEST), _TENSORS):
-            sample = tensor.detach().view(-1)[:_SAMPLE].cpu().view(torch.uint8).numpy().tobytes()
+            spread = tensor.detach().view(-1)[:: max(1, tensor.numel() // _SAMPLE)]
+            sample = spread.cpu().contiguous().view(torch.uint8).numpy().tobytes()
             size = tensor.element_size()
             varies |= sample != sample[:size] * (len(sample) // size)
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + sample)
@@ -42,17 +42,17 @@ def input_digest(*inputs: Any) -> str | None:
 def _tensors(inputs: Any, depth: int) -> Iterator[torch.Tensor]:
     for one in inputs.values() if type(inputs) is dict else inputs:
         if type(one) is torch.Tensor:
-            if _is_readable(one):
+            if one.dtype in _TYPES and one.is_contiguous() and is_readable(one):
                 yield one
         elif depth and type(one) in (tuple, list, dict):
             yield from _tensors(one, depth - 1)
 
 
-def _is_readable(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is plain, dense and on a host, or on a device that nobody watches or captures."""
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is plain, dense and on a host, or on a device that nobody watches or captures."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.layout is not torch.strided:
         return False
-    if tensor.dtype not in _TYPES or not tensor.numel() or not tensor.is_contiguous():
+    if not tensor.numel() or _profiler_enabled():
         return False
     if tensor.device.type == "cuda":
         return not torch.cuda.is_current_stream_capturing() and not torch.cuda.get_sync_debug_mode()

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from fsdp2prof.manifest import ParamGroupInfo, UnshardedInfo
+from fsdp2prof.recorder.model.inputs import is_readable
 from fsdp2prof.recorder.model.members import named_buffers, named_modules, own_parameters
 from fsdp2prof.recorder.model.roots import Root, param_groups
 
@@ -22,6 +23,8 @@ _SMALLEST_BUFFER = 1 << 20
 """Bytes of a buffer that are worth a line."""
 _PIECE = 1 << 26
 """Bytes hashed at a time: what a shard on a GPU takes on the host meanwhile."""
+_ROWS = 64
+"""Rows of a mask that are read."""
 _SAMPLE = 1 << 10
 """Elements hashed of a sample."""
 
@@ -149,7 +152,18 @@ def _unsharded(kind: str, name: str, tensor: torch.Tensor, root: int) -> Unshard
         nbytes=_local(tensor).nbytes,
         requires_grad=tensor.requires_grad,
         has_gradient=tensor.grad is not None,
+        true_frac=_true_frac(tensor),
     )
+
+
+def _true_frac(tensor: torch.Tensor) -> float | None:
+    if type(tensor) is not torch.Tensor or tensor.dtype is not torch.bool or tensor.dim() != 2:
+        return None
+    rows, columns = tensor.shape
+    if rows != columns or not is_readable(tensor):
+        return None
+    sample = tensor.detach()[:: max(1, rows // _ROWS)]
+    return int(sample.sum()) / sample.numel()
 
 
 def _checksum(tensor: torch.Tensor, *, all_bytes: bool) -> str:

@@ -13,10 +13,13 @@ from torch.autograd.profiler import record_function
 from fsdp2prof.labels import root_label
 from fsdp2prof.recorder.guard import guard
 from fsdp2prof.recorder.model.inputs import input_digest
+from fsdp2prof.recorder.model.members import named_parameters
+from fsdp2prof.recorder.model.modes import unseen_by_modes
 from fsdp2prof.recorder.model.step_counts import GroupCounts, StepCounts
 
 _COMPARED = 2
-"""Forwards of a root, outside captured steps, whose inputs are compared between ranks."""
+"""Forwards of a root, outside captured steps, whose inputs are compared between ranks; if it is frozen, of
+different steps."""
 
 
 class Range(record_function):
@@ -46,7 +49,7 @@ class Root:
         """Its parameter groups, by index, as their forwards ended before a backward; noted while marked."""
         self._forwards_in_order = 0
         self.inputs: list[str | None] = []
-        """Digests of what its first forwards with gradients get."""
+        """Digests of what its first forwards get: with gradients, or of a frozen root the first of a step."""
         self.is_wrapped = False
         """Whether the hooks of its backward are watched."""
         self._only_trained = False
@@ -94,6 +97,16 @@ class Root:
     def module(self) -> nn.Module | None:
         """The module, or None once the training has dropped it."""
         return self._module()
+
+    @unseen_by_modes()
+    def note_inputs(self, inputs: Any, named: Any) -> None:
+        """Note a digest of what a forward gets: any with gradients, or a frozen root's first of a step."""
+        module = self.module
+        if module is not None and len(self.inputs) < _COMPARED:
+            frozen = not any(one.requires_grad for _, one in named_parameters(module))
+            first = self.counts.forwards + self.counts.evaluations == 1
+            if first if frozen else torch.is_grad_enabled():
+                self.inputs.append(input_digest(inputs, named))
 
     def trained_parameter(self) -> torch.Tensor | None:
         """Return one of its sharded parameters that has gradients; None before its first forward."""
@@ -217,11 +230,8 @@ class Roots:
         if torch.is_grad_enabled():
             self._on_forward()
         guard.run("roots", self._count_forward, module)
-        if self._marking or not torch.is_grad_enabled():
-            return
-        root = self._roots.get(module)
-        if root is not None and len(root.inputs) < _COMPARED:
-            root.inputs.append(guard.run("inputs", input_digest, inputs, named))
+        if not self._marking and (root := self._roots.get(module)) is not None:
+            guard.run("inputs", root.note_inputs, inputs, named)
 
     def _count_forward(self, module: nn.Module) -> None:
         root = self._roots.get(module)
