@@ -112,7 +112,7 @@ def write_view(
 
     Raises ``UsageError`` for options that have no effect on it.
     """
-    from fsdp2prof.workflows.hta_views import diff_traces, view_trace
+    from fsdp2prof.workflows.analyze import diff_traces, view_trace
 
     if view is not None and diff is not None:
         raise UsageError(f"--{view} and --diff cannot be combined")

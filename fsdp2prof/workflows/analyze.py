@@ -32,10 +32,12 @@ if TYPE_CHECKING:
     from fsdp2prof.analyzers.trace.analysis import RankAnalysis
     from fsdp2prof.analyzers.trace.rank_tables import RankTables
     from fsdp2prof.results.finding import Finding
+    from fsdp2prof.results.hta import CriticalPath, IdleCauses, LaunchStatistics, TraceDiff
     from fsdp2prof.results.memory import AtPeak, MemoryAnalysis
     from fsdp2prof.results.run import RunAnalysis, RunSummary
     from fsdp2prof.results.trace import TraceAnalysis
     from fsdp2prof.results.trial import TrialResult
+    from fsdp2prof.tables.trace import Trace
 
 
 def analyze_trace(job: JobFiles, **options: Unpack[TraceOptions]) -> TraceAnalysis:
@@ -76,6 +78,38 @@ def read_tables(job: JobFiles, **options: Unpack[TraceOptions]) -> Iterator[tupl
             continue
         window, chosen = options.get("window", "steps"), options.get("steps")
         yield file, rank_tables(trace, manifests.get(file.rank), window, chosen)
+
+
+def view_trace(
+    job: JobFiles, view: str, *, step: int | None = None
+) -> CriticalPath | LaunchStatistics | IdleCauses:
+    """Compute one of HolisticTraceAnalysis's views of the trace of a job's lowest rank.
+
+    ``view`` is ``critical-path``, the only one that looks at a ``step``, ``launch-statistics`` or
+    ``idle-causes``. Raises ``TraceError`` for a trace that cannot be read or analysed.
+    """
+    from fsdp2prof.analyzers.hta.views import critical_path, idle_causes, launch_statistics
+
+    trace = _lowest_trace(job)
+    if view == "critical-path":
+        return critical_path(trace, step)
+    return launch_statistics(trace) if view == "launch-statistics" else idle_causes(trace)
+
+
+def diff_traces(control: JobFiles, test: JobFiles, *, step: int | None = None) -> TraceDiff:
+    """Compare a step of two jobs' lowest ranks, by default the middle step of each.
+
+    Raises the errors of :func:`view_trace`.
+    """
+    from fsdp2prof.analyzers.hta.views import trace_diff
+
+    return trace_diff(_lowest_trace(control), _lowest_trace(test), control_step=step, test_step=step)
+
+
+def _lowest_trace(job: JobFiles) -> Trace:
+    if not job.traces.files:
+        raise TraceError(job.traces.absent)
+    return read_rank_trace(job.traces.files[0])
 
 
 def analyze_memory(job: JobFiles, *, cluster: str | None = None) -> MemoryAnalysis:

@@ -286,6 +286,6 @@ def test_the_critical_path_of_a_real_step_fits_into_it(real_data: Path) -> None:
 
 def test_hta_and_pandas_are_imported_only_when_used() -> None:
     code = (
-        "import sys, fsdp2prof.workflows.hta_views; assert not {'hta', 'pandas', 'plotly'} & set(sys.modules)"
+        "import sys, fsdp2prof.analyzers.hta.views; assert not {'hta', 'pandas', 'plotly'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
