@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from math import inf
 from statistics import median
 from typing import Literal, cast
 
@@ -78,6 +79,10 @@ _NEARLY_ALL = 0.98
 """Part of a gain from which on it is called all of the time."""
 _BESIDE = " Including other losses at this line"
 _SLOWEST = "the rank that gains least limits the others"
+SLOWED = 1.5
+"""A traced step this many times as long as an unrecorded one is called slowed: its times are not a step's own."""
+UNTRACED = "a step without tracing takes no more than that beyond its compute"
+"""Why a gain is less than its cause takes of a traced step."""
 
 ALL = float("inf")
 """The gain of a remedy that gives back all time of its entry."""
@@ -106,6 +111,7 @@ class Book:
         self._pool: dict[str, list[Charge]] = defaultdict(list)
         for charge in charges:
             self._pool[charge.cause].append(charge)
+        self._compute_ns = self.left_ns("compute")
 
     # What is known of the run.
 
@@ -252,6 +258,19 @@ class Book:
                 gained[one.rank] += one.ns
         return min(gained.values(), default=0) * len(self.analysis.ranks)
 
+    def _room_ns(self, charges: Iterable[Charge]) -> float:
+        """Return how much a step without tracing can lose with these charges, times the steps of all ranks:
+        what it takes beyond the compute of the device that is not theirs.
+
+        Unlimited where traced steps are about as long: then their times are nearly a step's own.
+        """
+        step = self.analysis.unrecorded_step
+        if step is None or self.total_ns < SLOWED * typical_ns(step) * self.rank_steps:
+            return inf
+        own = sum(one.ns for one in charges if one.cause == "compute")
+        stays = max(0, self._compute_ns - own) if self.on_device else 0
+        return max(0.0, typical_ns(step) * self.rank_steps - stays)
+
     # Words and amounts.
 
     def frac(self, nanoseconds: float) -> float:
@@ -304,12 +323,15 @@ class Book:
             whole = None if gain_ns is None else min(gain_ns, total)
             gain = None if whole is None else min(whole, most)
             is_less = whole is not None and most < _NEARLY_ALL * whole
+            reason = _SLOWEST if is_less else text("gain")
+            if gain is not None and gain > (room := self._room_ns(charges)):
+                gain, reason = room, UNTRACED
             cure = LedgerRemedy(
                 change=text("change"),
                 gain_ns=None if gain is None else gain / max(1, self.rank_steps),
                 gain_frac=None if gain is None else self.frac(gain),
                 basis=basis or cast("GainBasis", text("basis") or "bound"),
-                reason=_SLOWEST if is_less else text("gain"),
+                reason=reason,
                 memory_bytes=memory_bytes,
                 what_if=text("what_if") or None,
             )
@@ -352,14 +374,15 @@ class Book:
         remedy = one.remedy
         if remedy is not None and remedy.gain_ns is not None:
             more = joined.remedy.gain_ns if joined.remedy is not None else None
-            gain = remedy.gain_ns + (joined.ns if more is None else more)
+            room = self._room_ns(charges) / max(1, self.rank_steps)
+            gain = min(remedy.gain_ns + (joined.ns if more is None else more), room)
             part = self.frac(gain * self.rank_steps)
             same = joined.remedy is not None and joined.remedy.what_if == remedy.what_if
             remedy = replace(
                 remedy,
                 gain_ns=gain,
                 gain_frac=part,
-                reason="everything at this place",
+                reason=UNTRACED if gain == room else f"{remedy.reason}, and the other losses at this line",
                 what_if=remedy.what_if if same else None,  # a replay of one part says less
             )
         self.entries[first] = replace(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp2prof.analyzers.layers import times
-from fsdp2prof.analyzers.ledger.book import Book
+from fsdp2prof.analyzers.ledger.book import SLOWED, UNTRACED, Book
 from fsdp2prof.analyzers.steps import differs_traced
 from fsdp2prof.results.ledger import NOTHING, Ledger, LedgerEntry
 from fsdp2prof.results.step import UnrecordedStep
@@ -29,8 +29,6 @@ _NAMED = 3
 """Causes that one sentence names."""
 _ROUNDING = 0.005
 """Fraction below which two sums of times are the same."""
-_SLOWED = 1.5
-"""Times as long as an unrecorded step from which on a traced one is called slowed."""
 
 
 def trace_verdict(analysis: TraceAnalysis) -> list[str]:
@@ -92,6 +90,9 @@ def try_first(entry: LedgerEntry, ledger: Ledger) -> str:
     change = f"Try this first: {remedy.change[0].lower()}{remedy.change[1:]}"
     if remedy.gain_ns is None or remedy.gain_frac is None or remedy.gain_frac <= 0:
         return change
+    if remedy.reason == UNTRACED and ledger.unrecorded_step_ns:
+        part = format_frac(remedy.gain_ns / ledger.unrecorded_step_ns)
+        return f"{change} This saves at most {format_ns(remedy.gain_ns)} ({part}) of a step: {UNTRACED}."
     amount = f"{format_ns(remedy.gain_ns)} ({format_frac(remedy.gain_frac)}) {of_step(ledger)}"
     if remedy.basis == "replay":
         return f"{change} In a replay of this recording, this saves {amount}."
@@ -203,7 +204,7 @@ def _headline(ledger: Ledger) -> str:
         return f"A traced step takes {format_ns(traced)}."
     if not differs_traced(traced, step):
         return f"A step takes {format_ns(step)}."
-    slowed = f", {times(traced / step)} as long" if traced >= _SLOWED * step else ""
+    slowed = f", {times(traced / step)} as long" if traced >= SLOWED * step else ""
     host = ", mostly on the host" if slowed else ""
     varied = "; the run's steps vary that much" if traced < step else ""
     return f"A step takes {format_ns(step)}, a traced one {format_ns(traced)}{slowed}{host}{varied}."
