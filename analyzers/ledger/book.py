@@ -80,7 +80,7 @@ _NEARLY_ALL = 0.98
 _BESIDE = " Including other losses at this line"
 _SLOWEST = "the rank that gains least limits the others"
 SLOWED = 1.5
-"""A traced step this many times as long as an unrecorded one is called slowed: its times are not a step's own."""
+"""A traced step this many times as long as an unrecorded one is called slowed: its times are not its own."""
 UNTRACED = "a step without tracing takes no more than that beyond its compute"
 """Why a gain is less than its cause takes of a traced step."""
 

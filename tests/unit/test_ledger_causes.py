@@ -14,7 +14,9 @@ from support.results import trace_analysis
 from support.sharded_groups import sharded_group
 
 from fsdp2prof.analyzers.ledger.account import with_ledger
+from fsdp2prof.analyzers.ledger.book import UNTRACED
 from fsdp2prof.analyzers.ledger.charges import Charge
+from fsdp2prof.analyzers.ledger.words import try_first
 from fsdp2prof.analyzers.recorded_groups import repeated_units, untrained_units
 from fsdp2prof.analyzers.trace.operators import KernelSum, additional_ns
 from fsdp2prof.manifest import (
@@ -1005,6 +1007,8 @@ def test_an_update_on_the_cpu_is_the_cost_of_offload_and_not_of_tracing(offload:
     assert first.remedy is not None
     assert (first.id, first.ns, first.remedy.memory_bytes) == ("cpu_offload", 32 * MS, 4 << 20)
     assert "4.00 MiB of the 72.0 GiB left" in first.remedy.change
+    assert (first.remedy.gain_ns, first.remedy.reason) == (2 * MS, UNTRACED), "of 20 ms, 18 are compute"
+    assert "at most 2.00 ms (10.0%) of a step:" in try_first(first, ledger)
 
 
 def test_kernels_of_a_loop_are_named_with_its_line() -> None:
