@@ -65,7 +65,7 @@ _REASONS = {
     "contraction": "products that are stored and then summed",
     "unaligned": "matrix products with rows not aligned to 16 bytes",
     "scores": "attention that stores its scores",
-    "memory": "kernels that only move memory",
+    "memory": "memory-bound kernels",
     "sliced": "gradients of slices of one tensor",
     "update": "matrix products of the optimizer",
     "fsdp": "FSDP's own work on the host",

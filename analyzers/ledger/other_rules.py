@@ -252,7 +252,7 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
         more += " The model's forward and backward issue them, as synchronized batch statistics do."
         change = fill(wordings("ledger")["outside_fsdp/in_model"]["change"], {"site": site})
     elif numbers and by_optimizer:
-        more += " The optimizer issues them, one number at a time, as for norms of its parameters."
+        more += " The optimizer issues them, one number each, as for a norm per parameter."
         change = fill(wordings("ledger")["outside_fsdp/norms"]["change"], {"site": site})
     elif kind == "broadcast" and count >= _MANY and size <= _USUAL_BYTES:
         change = fill(wordings("ledger")["outside_fsdp/broadcasts"]["change"], {"site": site})

@@ -410,7 +410,7 @@ def _without_tensor_cores(book: Book) -> None:
 
 
 def _unfused(book: Book) -> None:
-    """Enter kernels that only move memory where they take most of compute, with where most of them run."""
+    """Enter memory-bound kernels where they take most of compute, with where most of them run."""
     mine, part = _kernels(book, "memory", moves_memory)
     gain = _gain_ns(book, mine, _HALF)
     if part < _MOST or not _is_worth_it(book, gain):

@@ -19,7 +19,7 @@ _GAINS = 0.0005
 @builds(WhatIf)
 def what_if_document(result: WhatIf) -> Document:
     """Show a change's gain."""
-    gains, grounds = _tried(result.tried, _TITLE)
+    gains, grounds = _tried(result.tried, _TITLE, asked=True)
     return Document(
         title=f"What if: {result.path}",
         subtitle=f"{plural(len(result.ranks), 'rank')}, {plural(result.steps, 'step')}",
@@ -36,7 +36,7 @@ def what_if_document(result: WhatIf) -> Document:
 
 def what_if_section(tried: Sequence[WhatIfChange]) -> list[Section]:
     """Return the sections of the single changes that were tried: their gains and the evidence."""
-    gains, grounds = _tried(tried, _TITLE)
+    gains, grounds = _tried(tried, _TITLE, asked=False)
     lead = "Each change on its own, in a replay of the recorded steps."
     return [
         *c.section("what_if", _TITLE, *gains, lead=lead),
@@ -52,9 +52,9 @@ def _numbers(result: WhatIf) -> list[KeyFigure]:
     return figures
 
 
-def _tried(tried: Sequence[WhatIfChange], title: str) -> tuple[list[Block], list[Block]]:
+def _tried(tried: Sequence[WhatIfChange], title: str, *, asked: bool) -> tuple[list[Block], list[Block]]:
     """Return the gains of the changes, the assumptions of the replays, and the changes that could not be
-    tried."""
+    tried. Those that somebody ``asked`` for are shown even if none gains."""
     applied = [row for row in tried if row.step_ns is not None]
     reasons: dict[str | None, list[str]] = {}
     for row in tried:
@@ -62,12 +62,12 @@ def _tried(tried: Sequence[WhatIfChange], title: str) -> tuple[list[Block], list
             reasons.setdefault(row.reason, []).append(row.change)
     others = [f"{', '.join(changes)}: {reason}" for reason, changes in reasons.items()]
     gains = [row for row in applied if (row.gained_frac or 0.0) >= _GAINS]
-    settings = [row for row in gains if not row.other_hardware] or applied
+    settings = [row for row in gains if not row.other_hardware] or (applied if asked else [])
     hardware = [row for row in gains if row.other_hardware and settings is not applied]
     without = [row.change for row in applied if row not in settings and not row.other_hardware]
     blocks: list[Block] = []
     grounds: list[Block] = []
-    if applied:
+    if settings:
         blocks.append(_table(settings, applied, title))
     if hardware:
         blocks.append(Sentences(title="With faster hardware", lines=list(map(_gain, hardware)), style="list"))
