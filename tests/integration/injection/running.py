@@ -26,6 +26,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "everything": {**_FEW, "watch": True, "hang_after": 600, "verify": True},
     "summary": {**_FEW, "summary": True, "max_trace_size": "1GB"},
     "again": {**_FEW, "every": 4, "on_demand": True, "signal": "USR1", "memory": False},
+    "asked": {**_FEW, "on_demand": True, "memory": False},
+    "full": {**_FEW, "every": 4, "max_size": "1KB", "memory": False},
     "api": {**_FEW, "summary": True, "watch": True},
     "try": {**_FEW, "trial": {"candidates": ["reshard=never", "forward_prefetch=1"], "steps": 12}},
 }

@@ -230,6 +230,8 @@ def train_steps(
     for step in range(steps):
         if step == 2:
             os.kill(os.getpid(), signal.SIGUSR1)
+            if injection.get("options", {}).get("on_demand"):  # as `fsdp2prof trigger` does
+                Path(injection["folder"], "run", "trigger.json").write_text('{"reason": "asked"}')
         if step == 3:
             worker = os.fork()
             if not worker:
