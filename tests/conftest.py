@@ -78,3 +78,12 @@ def real_data() -> Path:
     if not root.is_dir():
         pytest.skip("no real data: set FSDP2PROF_REAL_DATA to the folder that holds it")
     return root
+
+
+@pytest.fixture(autouse=True)
+def compiled_by_no_other_test() -> Iterator[None]:
+    """Whether torch.compile compiled anything in the process decides what the recorder records."""
+    yield
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is not None:
+        dynamo.counters.clear()

@@ -207,7 +207,6 @@ def test_compiled_model_is_counted_as_the_eager_one_and_says_so():
         result = compiled(torch.ones(4, 32))
     recording = tracker.recording()
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     assert "runs eagerly" in recording.warnings[0]
     assert recording.allocations.op.equals("aten::addmm").sum() == 1
     assert torch.equal(plain, result)
