@@ -17,6 +17,7 @@ from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS, WorkTable,
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.backends import KERNEL_KINDS, KERNEL_PATTERNS, PRODUCT_KERNEL, moves_memory
 from fsdp2prof.tables.columns import BoolArray, IntArray
+from fsdp2prof.tables.trace import EventTable
 
 _AROUND = {"aten::_softmax": 1, "aten::_softmax_backward_data": 2}
 """Softmax operator -> number of matrix products on each side that belong to the same attention."""
@@ -79,6 +80,11 @@ def _in_double(tables: RankTables, work: WorkTable) -> BoolArray:
     rows = rows[events.name.take(shapes.event[rows]).matches(lambda name: name.startswith("aten::"))]
     inputs = zip(shapes.types.take(rows).to_list(), shapes.dims.take(rows).to_list(), strict=True)
     event = shapes.event[rows[np.array([_takes_double(*one) for one in inputs], dtype=np.bool_)]]
+    return _launched_in(events, event, work)
+
+
+def _launched_in(events: EventTable, event: IntArray, work: WorkTable) -> BoolArray:
+    """Return whether the work was launched within one of these host events, by its own thread."""
     found = np.zeros(len(work), dtype=np.bool_)
     for thread in intervals.distinct(events.thread[event]):
         mine = event[events.thread[event] == thread]
@@ -262,13 +268,7 @@ def _with_a_mask(tables: RankTables, work: WorkTable) -> BoolArray:
     rows = np.flatnonzero(names.matches(_is_backward)) if masks else rows[:0]
     taking = [any(one[-2:] in masks for one in _shapes(shapes.dims[row])[3:]) for row in rows.tolist()]
     event = np.concatenate([forward, shapes.event[rows[np.array(taking, dtype=np.bool_)]]])
-    found = np.zeros(len(work), dtype=np.bool_)
-    for thread in intervals.distinct(events.thread[event]):
-        mine = event[events.thread[event] == thread]
-        spans = intervals.union(events.start_ns[mine], events.end_ns[mine])
-        at = np.flatnonzero(work.thread == thread)
-        found[at] = intervals.containing(spans.start, spans.end, work.launch_ns[at]) >= 0
-    return found
+    return _launched_in(events, event, work)
 
 
 def _is_backward(name: str) -> bool:

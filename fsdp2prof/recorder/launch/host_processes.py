@@ -204,7 +204,7 @@ class HangReport:
                 if self._new():
                     self._report()
         except Exception as error:
-            self._told(f"hangs are no longer reported: {type(error).__name__}: {error}")
+            self._told(f"hang reports stopped after an error: {type(error).__name__}: {error}")
 
     def _new(self) -> dict[Path, int]:
         """Stacks of hung ranks that were not reported yet, with the times they were written."""

@@ -25,8 +25,8 @@ them."""
 def input_digest(*inputs: Any) -> str | None:
     """Return a hash of samples of a forward's tensors; None where they say nothing.
 
-    Only plain tensors are read, where reading one disturbs nobody: not while a profiler runs, CUDA captures
-    a graph, or synchronizations are reported.
+    Reads only plain tensors, and none while a profiler runs, CUDA captures a graph, or torch reports
+    synchronizations.
     """
     digest, varies = hashlib.blake2b(digest_size=8), False
     with torch.no_grad():
@@ -49,7 +49,7 @@ def _tensors(inputs: Any, depth: int) -> Iterator[torch.Tensor]:
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is plain, dense and on a host, or on a device that nobody watches or captures."""
+    """Whether a tensor is plain and dense, and reading it disturbs no profiler, CUDA graph or sync report."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.layout is not torch.strided:
         return False
     if not tensor.numel() or _profiler_enabled():
