@@ -9,20 +9,24 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
 from fsdp2prof.recorder.guard import guard
-from fsdp2prof.recorder.rank.signals import HeardSignal, kills
+from fsdp2prof.recorder.rank.signals import HeardSignal, address, kills
 
 heard: list[int] = []
 own: list[int] = []
 USR1, DEFAULT = signal.SIGUSR1, signal.SIG_DFL
 
 
-def come(number: signal.Signals) -> None:
+def come(number: signal.Signals, *, is_heard: bool = False) -> None:
+    """Send a signal and wait until it is heard, or where it is not for as long as that should take."""
+    before, until = len(heard), time.monotonic() + (30 if is_heard else 0.2)
     os.kill(os.getpid(), number)
-    time.sleep(0.2)
+    while time.monotonic() < until and not (is_heard and len(heard) > before):
+        time.sleep(0.01)
 
 
 def hear(number: signal.Signals) -> HeardSignal:
@@ -56,7 +60,7 @@ def in_child(case: Callable[[], object]) -> str:
 def test_a_signal_is_heard_once_and_its_handler_is_called() -> None:
     def case() -> object:
         def deep(calls: int) -> None:
-            deep(calls - 1) if calls else come(USR1)
+            deep(calls - 1) if calls else come(USR1, is_heard=True)
 
         handle(USR1)
         hear(USR1)
@@ -72,7 +76,7 @@ def test_a_signal_that_would_kill_or_is_ignored_is_heard_alone() -> None:
         for before in (DEFAULT, signal.SIG_IGN):
             signal.signal(USR1, before)
             one = hear(USR1)
-            come(USR1)
+            come(USR1, is_heard=True)
             own.append(signal.getsignal(USR1) is before)
             one.close()
         return len(heard), own, kills(USR1)
@@ -109,9 +113,12 @@ def test_a_closed_pipe_is_written_to_no_more() -> None:
         handle(USR1)
         one = hear(USR1)
         for descriptor in (one._reader, one._writer):
-            os.close(descriptor)
+            with suppress(OSError):  # the first may have made it close the second
+                os.close(descriptor)
         files = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115
-        time.sleep(0.2)
+        until = time.monotonic() + 30
+        while address(USR1) == one._ours and time.monotonic() < until:
+            time.sleep(0.01)
         come(USR1)
         return [os.fstat(file.fileno()).st_size for file in files], len(heard), len(own)
 

@@ -31,39 +31,51 @@ class HeardSignal:
     def __init__(self, number: signal.Signals, action: Callable[[], object]) -> None:
         self._number, self._action = int(number), action
         is_handled = callable(in_c.getsignal(number))
-        if not is_handled and not (kills(number) or _in_c(number) == signal.SIG_IGN):
+        if not is_handled and not (kills(number) or address(number) == signal.SIG_IGN):
             raise ValueError(f"{number.name} is handled by other C code")
         self._reader, self._writer = os.pipe()
         self._pipe = os.fstat(self._writer).st_ino
         os.set_blocking(self._writer, False)
         faulthandler.register(self._number, self._writer, all_threads=False, chain=is_handled)
-        self._ours = _in_c(self._number)
+        self._ours = address(self._number)
         os.register_at_fork(after_in_child=guard.hook("ending", self.close))
         guard.thread("ending", self._listen)
 
     def close(self) -> None:
         """Hear it no longer; a handler or a pipe that is not ours any more stays."""
-        if _in_c(self._number) == self._ours:
+        if address(self._number) == self._ours:
             faulthandler.unregister(self._number)
         for descriptor in (self._reader, self._writer):
             with suppress(OSError):
-                if os.fstat(descriptor).st_ino == self._pipe:
+                if self._is_ours(descriptor):
                     os.close(descriptor)
 
     def _listen(self) -> None:
-        while os.read(self._reader, 1):
-            time.sleep(_STACK_S)
-            os.read(self._reader, _STACK_BYTES)
-            self._action()
-        self.close()  # the training closed what it does not know: its own file may get the number next
+        try:
+            while self._came():
+                self._action()
+        finally:
+            self.close()
+
+    def _came(self) -> bool:
+        """Wait for the signal; ``False`` where the training closed a descriptor that it does not know."""
+        with suppress(OSError):
+            if self._is_ours(self._reader) and os.read(self._reader, 1):
+                time.sleep(_STACK_S)
+                os.read(self._reader, _STACK_BYTES)
+                return True
+        return False
+
+    def _is_ours(self, descriptor: int) -> bool:
+        return os.fstat(descriptor).st_ino == self._pipe
 
 
 def kills(number: int) -> bool:
     """Whether a signal has no handler, in Python or C, and ends the process."""
-    return signal.getsignal(number) == signal.SIG_DFL and _in_c(number) == signal.SIG_DFL
+    return signal.getsignal(number) == signal.SIG_DFL and address(number) == signal.SIG_DFL
 
 
-def _in_c(number: int) -> int:
+def address(number: int) -> int:
     """Address of the handler that the process has for a signal; 0 is the default, 1 ignores it."""
     found = (ctypes.c_void_p * 64)()  # more than a struct sigaction, whose first member it is
     ctypes.CDLL(None).sigaction(number, None, found)
