@@ -174,16 +174,18 @@ def _cannot_be_replayed(analysis: TraceAnalysis) -> str | None:
 
 
 def sentence(row: WhatIfChange) -> str:
-    """Report a change's gain and cost: ``explicit forward prefetch of 2: -14.0 ms per step, +0.9 GiB``."""
+    """Report a change's gain and cost: ``explicit forward prefetch of 2 saves 14.0 ms per step (3.1%)``."""
     gained = row.gained_ns or 0.0
-    part = format_frac(abs(row.gained_frac or 0.0))
-    time = f"{'-' if gained >= 0 else '+'}{format_ns(abs(gained))} per step ({part})"
-    if abs(gained) < 1:
-        time = "no time gained"
+    text = f"{row.what} {'saves' if gained > 0 else 'costs'} {format_ns(abs(gained))} per step"
+    text = (
+        f"{row.what} saves no time"
+        if abs(gained) < 1
+        else f"{text} ({format_frac(abs(row.gained_frac or 0.0))})"
+    )
     if not row.memory_bytes:
-        return f"{row.what}: {time}"
-    sign = "+" if row.memory_bytes > 0 else "-"
-    return f"{row.what}: {time}, {sign}{format_bytes(abs(row.memory_bytes))}"
+        return text
+    more, size = row.memory_bytes > 0, format_bytes(abs(row.memory_bytes))
+    return f"{text} and {'needs' if more else 'frees'} at most {size}{' more' if more else ' of'} memory"
 
 
 def _parsed(text: str) -> Change:

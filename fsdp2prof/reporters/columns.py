@@ -141,12 +141,13 @@ def table(
     scale: Iterable[Any] = (),
     known: bool = False,
     whole: bool = False,
+    least: int = 3,
 ) -> Table:
     """Return a table with one row per item.
 
     ``every``: the items without folding, if that differs. ``totals``: values by the columns' names.
     ``scale``: further items whose values the units are for. ``known`` leaves out columns without any
-    value. ``whole``: every row is always shown.
+    value. ``whole``: every row is always shown. ``least``: rows that the short form keeps if it can.
     """
     shown, unfolded = list(items), None if every is None else list(every)
     columns = _scaled(columns, [*shown, *(unfolded or ()), *scale])
@@ -161,6 +162,7 @@ def table(
         rows=[[one.value(item) for one in columns] for item in shown],
         limit=limit,
         whole=whole,
+        least=least,
         noun=noun,
         totals=sums,
         remarks=remarks,

@@ -118,6 +118,8 @@ class Table:
     """Rows that are enough at first; the rest with ``-v``, or behind a fold."""
     whole: bool = False
     """Whether every row is shown, however short the room is: they sum to the totals."""
+    least: int = 3
+    """Rows that a short form keeps as long as other blocks can be shortened."""
     noun: str = "row"
     """The kind of a row, for the count of those left out."""
     totals: Sequence[Sequence[Value]] = ()

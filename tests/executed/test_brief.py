@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,29 @@ def rendered(result: object, form: str = "text", **options: object) -> str:
     return text
 
 
+def layer_rows(text: str) -> list[str]:
+    """Return the rows of the communication's table."""
+    _, _, table = text.partition("Communication by layer")
+    return [
+        line for line in table.partition("\n\n")[0].splitlines() if re.search(r"all-gather|reduce-", line)
+    ]
+
+
+def test_ten_layers_are_on_a_crowded_screen() -> None:
+    run = large_run(2)
+    assert run.trace is not None
+    rows = [
+        replace(run.trace.by_layer_folded[0], fqn=f"tower_{i}.body", exposed_ns=1e7 - i) for i in range(30)
+    ]
+    finding = Finding(id="a", severity="low", fqn=None, message="A long finding. " * 9, change="Do this.")
+    crowded = replace(
+        run, trace=replace(run.trace, by_layer_folded=rows), findings=[finding] * 9, verdict=["A line."] * 6
+    )
+    text = rendered(crowded, brief=True, source="runs/large")
+    assert len(text.splitlines()) <= 60
+    assert len(layer_rows(text)) == 10
+
+
 @pytest.mark.parametrize("ranks", [2, 64, 256])
 def test_a_run_of_any_size_is_one_screen(ranks: int) -> None:
     run = large_run(ranks)
@@ -31,6 +55,7 @@ def test_a_run_of_any_size_is_one_screen(ranks: int) -> None:
     for heading in ("Where the step goes", "Communication by layer", "Memory at the peak", "Next"):
         assert heading in text
     assert run.trace is not None
+    assert len(layer_rows(text)) == min(10, len(run.trace.by_layer_folded)) >= 3
     assert run.memory is not None
     assert len(rendered(run.trace, brief=True).splitlines()) <= 40
     assert len(rendered(run.memory, brief=True).splitlines()) <= 40

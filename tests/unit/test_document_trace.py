@@ -22,6 +22,7 @@ from fsdp2prof.reporters.documents.trace import step_title
 from fsdp2prof.reporters.documents.what_if import what_if_section
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.results.communication import BandwidthRow, Straggler
+from fsdp2prof.results.ledger import LedgerRemedy
 from fsdp2prof.results.step import Throughput, TimelineStall
 from fsdp2prof.results.trace import HostSyncRow
 from fsdp2prof.results.what_if import WhatIfChange
@@ -334,3 +335,26 @@ def test_a_wait_is_listed_once_on_the_rank_that_waits_longest() -> None:
     shown = [(row[at.index("fqn")], row[at.index("rank")], row[at.index("stall_ns")]) for row in table.rows]
     assert shown == [("layers.0", 1, 60), ("layers.1", 1, 40)]
     assert len(table.unabridged.rows) == 3
+
+
+def test_a_change_gains_what_its_cause_is_charged_and_is_not_said_twice() -> None:
+    """A replay that removes 9 ms, 4 of which are charged to the cause it removes."""
+    base = trace_analysis()
+    assert base.ledger is not None
+    remedy = LedgerRemedy(
+        change="Load in workers.", gain_ns=4.0 * MS, gain_frac=0.08, basis="replay", reason="",
+        what_if="without data_loader",
+    )  # fmt: skip
+    entry = replace(base.ledger.entries[0], told=True, remedy=remedy, ns=4.0 * MS)
+    replayed = WhatIfChange(
+        change="without data_loader", what="no waiting", step_ns=41 * MS, gained_ns=9 * MS, gained_frac=0.18,
+        memory_bytes=None, reason=None, told=True,
+    )  # fmt: skip
+    other = replace(replayed, change="reshard=never", what="never", gained_ns=5 * MS, gained_frac=0.1)
+    ledger = replace(base.ledger, entries=[entry])
+    both = build(replace(base, ledger=ledger, what_if=[replayed, other]))
+    assert both.changes == [
+        "Never (`reshard=never`): saves 5.00 ms per step (10.0%).",
+        "No waiting (`without data_loader`): saves 4.00 ms per step (8.0%).",
+    ]
+    assert not build(replace(base, ledger=ledger, what_if=[replayed])).changes, "the verdict says it"

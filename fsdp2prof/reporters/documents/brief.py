@@ -105,9 +105,9 @@ def causes_section(analysis: TraceAnalysis, step: str = "traced step") -> list[S
     columns = [
         c.name("title", "cause"),
         c.ms("ns", "ms"),
-        c.frac("frac", "of the\nstep"),
-        c.ms("gain_ns", "gain\nms", of=lambda one: one.remedy and one.remedy.gain_ns),
-        c.word("basis", "gain\nbasis", GAIN_BASES, of=lambda one: one.remedy and one.remedy.basis),
+        c.frac("frac", "of step"),
+        c.ms("gain_ns", "gain ms", of=lambda one: one.remedy and one.remedy.gain_ns),
+        c.word("basis", "basis", GAIN_BASES, of=lambda one: one.remedy and one.remedy.basis),
         c.word("confidence", "confidence", CONFIDENCES),
         c.bar("frac"),
     ]
@@ -155,6 +155,7 @@ def _layers(analysis: TraceAnalysis) -> list[Section]:
         analysis.by_layer_and_kind or analysis.by_layer_folded,
         note=f"mean per rank and {step_meant(analysis)}; exposed includes waiting for other ranks",
         limit=_LAYERS,
+        least=_LAYERS,
         remarks=counted(analysis),
     )
     return c.section("communication", table.title, table)
@@ -264,12 +265,23 @@ def findings_section(
     return [Section(anchor="findings", title=blocks[0].title, blocks=blocks)] if blocks else []
 
 
-def changes_worth_most(tried: Sequence[WhatIfChange]) -> list[str]:
-    """Report the three changes with the largest gains among those proposed, with each one's gain and cost.
+def changes_worth_most(analysis: TraceAnalysis) -> list[str]:
+    """Report the three proposed changes that gain most, with gain and cost; none if the verdict names it all.
 
-    ``tried`` is ordered by gain, largest first.
+    The gain of a change that is a cause's remedy is the remedy's.
     """
-    return [_gain(row) for row in tried if row.told][:_WORTH_MOST]
+    entries = [] if analysis.ledger is None else analysis.ledger.entries
+    remedies = {one.remedy.what_if: one.remedy for one in entries if one.told and one.remedy is not None}
+    proposed = []
+    for row in (row for row in analysis.what_if if row.told):
+        remedy = remedies.get(row.change)
+        as_charged = remedy and replace(row, gained_ns=remedy.gain_ns, gained_frac=remedy.gain_frac)
+        proposed.append(as_charged or row)
+    proposed.sort(key=lambda row: row.gained_ns or 0.0, reverse=True)
+    in_verdict = next((one.remedy.what_if for one in entries if one.told and one.remedy is not None), None)
+    if [row.change for row in proposed] == [in_verdict]:
+        return []
+    return [_gain(row) for row in proposed[:_WORTH_MOST]]
 
 
 def _gain(row: WhatIfChange) -> str:

@@ -30,7 +30,7 @@ def run_document(analysis: RunAnalysis) -> Document:
     """Lay out a run with all that is known of it."""
     run, trace, memory = analysis.run, analysis.trace, analysis.memory
     parts = [part for part in (trace, memory) if part is not None]
-    changes = changes_worth_most(trace.what_if) if trace else []
+    changes = changes_worth_most(trace) if trace else []
     sections = in_order(
         [
             *findings_section(analysis.findings, analysis.advice, analysis.verdict),

@@ -48,7 +48,7 @@ _NO_STEP = "These traces contain no step; the warnings say why."
 @builds(TraceAnalysis)
 def trace_document(analysis: TraceAnalysis) -> Document:
     """Lay out a trace analysis."""
-    changes = changes_worth_most(analysis.what_if)
+    changes = changes_worth_most(analysis)
     sections = in_order(
         [
             *findings_section(analysis.findings, analysis.advice, analysis.verdict),

@@ -37,7 +37,7 @@ def what_if_document(result: WhatIf) -> Document:
 def what_if_section(tried: Sequence[WhatIfChange]) -> list[Section]:
     """Return the sections of the single changes that were tried: their gains and the evidence."""
     gains, grounds = _tried(tried, _TITLE, asked=False)
-    lead = "Each change on its own, in a replay of the recorded steps."
+    lead = "Each change on its own, in a replay of the recorded steps; it may save time of several causes."
     return [
         *c.section("what_if", _TITLE, *gains, lead=lead),
         *c.section("replays", "Assumptions of the replays", *grounds, detail=True),

@@ -236,19 +236,26 @@ def _few(lines: Sequence[str], most: int) -> list[str]:
 def _with_one_less(sections: Sequence[Section]) -> list[Section] | None:
     """Leave out the last row or finding of the longest block; None where every block is at its shortest."""
     blocks = [(i, j, block) for i, section in enumerate(sections) for j, block in enumerate(section.blocks)]
-    longest, i, j = max(((_spare(block), -i, -j) for i, j, block in blocks), default=(0, 0, 0))
-    if not longest:
+    for kept in (True, False):
+        longest, i, j = max(((_spare(block, kept), -i, -j) for i, j, block in blocks), default=(0, 0, 0))
+        if longest:
+            break
+    else:
         return None
     shorter = [list(section.blocks) for section in sections]
     shorter[-i][-j] = _less(shorter[-i][-j])
     return [replace(one, blocks=blocks) for one, blocks in zip(sections, shorter, strict=True)]
 
 
-def _spare(block: Block) -> int:
-    """Return the number of lines that may be removed from a block; 0 if none may."""
+def _spare(block: Block, kept: bool) -> int:
+    """Return the number of lines of a block that may be shortened; 0 if it may not.
+
+    ``kept``: no table is cut below the rows that it keeps.
+    """
     if isinstance(block, Table):
         rows = 0 if block.whole else len(block.rows[: block.limit])
-        return rows if rows > _LEAST_ROWS + (rows == len(block.rows)) else 0
+        least = block.least if kept else _LEAST_ROWS
+        return rows if rows > least + (rows == len(block.rows)) else 0
     if isinstance(block, Findings) and len(block.findings) > 1:
         return _FINDING_LINES * len(block.findings)
     if isinstance(block, Sentences) and block.style != "code" and len(block.lines) > 1:
@@ -400,8 +407,6 @@ def _table(table: Table, options: RenderOptions) -> RenderableType:
     )
     for i, row in enumerate([*texts, *totals]):
         is_total = i >= len(texts)
-        if i == len(texts):
-            laid.add_section()
         laid.add_row(
             *(_styled(shown.columns[j], row[j], width, options.verbose) for j, width in widths.items()),
             style="bold" if is_total else "",
