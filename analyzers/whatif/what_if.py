@@ -174,11 +174,11 @@ def _cannot_be_replayed(analysis: TraceAnalysis) -> str | None:
 
 
 def sentence(row: WhatIfChange) -> str:
-    """Report a change's gain and cost: ``explicit forward prefetch of 2 saves 14.0 ms per step (3.1%)``."""
+    """Report a change's gain and cost: ``explicit forward prefetch of 2: saves 14.0 ms per step (3.1%)``."""
     gained = row.gained_ns or 0.0
-    text = f"{row.what} {'saves' if gained > 0 else 'costs'} {format_ns(abs(gained))} per step"
+    text = f"{row.what}: {'saves' if gained > 0 else 'costs'} {format_ns(abs(gained))} per step"
     text = (
-        f"{row.what} saves no time"
+        f"{row.what}: saves no time"
         if abs(gained) < 1
         else f"{text} ({format_frac(abs(row.gained_frac or 0.0))})"
     )
