@@ -38,6 +38,8 @@ def verdict(hang: HangAnalysis) -> list[str]:
         return sentences
     if hang.cause == "inside" and not hang.standings[0].ranks_known:
         return [*sentences, wordings("hang")["hang/unknown_group"]["advice"]]
+    if hang.cause == "not_come" and not hang.culprits:
+        return [*sentences, wordings("hang")["hang/unknown_ranks"]["advice"]]
     by_place = _advice(hang.places, hang.culprits) if hang.cause in _BY_PLACE else None
     return [*sentences, by_place or wordings("hang")[f"hang/{hang.cause}"]["advice"]]
 
@@ -85,6 +87,8 @@ def _first(hang: HangAnalysis, stand: HangStanding) -> str:
         return f"All of {_ranks(stand.ranks)} issued {_call(stand.call)}, and it has not finished."
     waits = f"{_ranks(stand.came).capitalize()} {_verb(stand.came, 'waits', 'wait')} in {_call(stand.call)}"
     if hang.cause == "not_come" and not hang.culprits:
+        if len(hang.ranks) == 1:
+            return f"{waits}; no other rank left a dump."
         return f"{waits}, which no other rank with a dump has issued; no dump lists the ranks of that group."
     if hang.cause == "not_come":
         who = hang.culprits
@@ -164,7 +168,9 @@ def _layer(call: HangCall) -> str:
 
 
 def _group(call: HangCall) -> str:
-    return f"group {printable(call.mesh_dim or call.group_desc or call.group)}"
+    name = printable(call.mesh_dim or call.group_desc or call.group)
+    known = name.removeprefix("unknown")
+    return f"group {name}" if known == name else f"an unnamed group{known.partition(', work')[0]}"
 
 
 def _tensor(call: HangCall) -> str:

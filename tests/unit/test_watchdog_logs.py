@@ -224,6 +224,26 @@ def test_the_timeout_line_of_torch_2_2(tmp_path: Path) -> None:
     assert found.verdict[0].startswith("All of ranks 0, 1, 2, 3 issued all-gather 50 (group 0")
 
 
+def test_a_log_with_only_the_line_after_the_timeout(tmp_path: Path) -> None:
+    """A log that is cut, or filtered by rank."""
+    said = "Timeout at NCCL work: 50, last enqueued NCCL work: 52, last completed NCCL work: 49."
+    found = analyze_hang(write(tmp_path, f"{head(4, 1709)} [PG 0 (default_pg) Rank 4] {said}"))
+    assert (found.cause, found.culprits, found.standings[0].call.seq) == ("no_dump", [0, 1, 2, 3], 50)
+
+
+def test_a_log_of_one_rank_asks_for_the_others(tmp_path: Path) -> None:
+    found = analyze_hang(write(tmp_path, timed_out(2, 35)))
+    assert (found.cause, found.culprits) == ("not_come", [])
+    assert "no other rank left a dump" in found.verdict[0]
+    assert "logs or dumps of all ranks" in found.verdict[-1]
+
+
+def test_a_timeout_that_a_logger_broke_into_lines(tmp_path: Path) -> None:
+    lines = [timed_out(rank, 35).replace("timeout: ", "timeout:\n    ") for rank in range(2)]
+    found = analyze_hang(write(tmp_path, *lines))
+    assert (found.standings[0].came, found.standings[0].call.seq) == ([0, 1], 35)
+
+
 def fingerprint(rank: int, op: str, size: int) -> str:
     options = "TensorOptions(dtype=float (default), device=cpu)"
     shape = f"TensorShape=[{size}], TensorDtypes=Float, TensorDeviceTypes={options}"
@@ -241,6 +261,16 @@ def test_fingerprints_of_ranks_that_differ(tmp_path: Path, op: str, size: int, k
     found = analyze_hang(write(tmp_path, *lines))
     assert [one.kind for one in found.mismatches] == ([kind] if kind else [])
     assert [(one.call.op, one.call.seq) for one in found.standings] == [("all_reduce", 5)]
+
+
+def test_fingerprints_in_a_log_without_ranks(tmp_path: Path) -> None:
+    """Also without the comma that torch leaves out where the other rank's tensors are unknown."""
+    other = "Rank 3 is running collective: CollectiveFingerPrint(SequenceNumber=0OpType=GATHER)"
+    found = analyze_hang(write(tmp_path, f"RuntimeError: {fingerprint(2, 'ALLREDUCE', 8)}, but {other}.Coll"))
+    assert [(one.rank, one.standing_in and one.standing_in.op) for one in found.ranks] == [
+        (2, "all_reduce"), (3, "gather"),
+    ]  # fmt: skip
+    assert found.cause == "mismatch"
 
 
 @pytest.mark.parametrize("late", [[1], [1, 3]])

@@ -27,6 +27,7 @@ _MOST_BYTES = 1 << 34
 _MARKS = (
     b"Watchdog caught collective operation timeout",
     b"dump signal due to a collective timeout",
+    b"Timeout at NCCL work",
     b"CollectiveFingerPrint(SequenceNumber=",
     b"failed to pass monitoredBarrier",
     b"for recv operation to complete",
@@ -49,13 +50,13 @@ _TIMEOUT = re.compile(
     r"\[Rank (\d{1,7})\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d{1,18}), "
     r"OpType=(\w{1,60})(?:, NumelIn=(\d{1,18}), NumelOut=(\d{1,18}))?"
 )
-_GROUP = re.compile(r"\[PG (?:ID (\d+) PG GUID )?(\w{1,100})(?:\(([^)]{1,200})\))? Rank (\d{1,7})\]")
+_GROUP = re.compile(r"\[PG (?:ID (\d+) PG GUID )?(\w{1,100})(?: ?\(([^)]{1,200})\))? Rank (\d{1,7})\]")
 _PROGRESS = re.compile(
     r"last enqueued (?:NCCL )?work: (-?\d{1,18}), last completed (?:NCCL )?work: (-?\d{1,18})", re.I
 )
 _AT_WORK = re.compile(r"at (?:NCCL )?work(?: sequence id)?: (\d{1,18})")
 _FINGERPRINT = re.compile(
-    r"Rank (\d{1,7}) is running collective: CollectiveFingerPrint\(SequenceNumber=(\d{1,18}), "
+    r"Rank (\d{1,7}) is running collective: CollectiveFingerPrint\(SequenceNumber=(\d{1,18}),? ?"
     r"OpType=(\w{1,60})(?:, TensorShape=\[([\d, ]{1,200})\], TensorDtypes=(\w{1,40}))?"
 )
 _BARRIER = re.compile(r"\[Rank (\d{1,7})\]: Ranks? ([\d, ]{1,10000}) failed to pass monitoredBarrier")
@@ -126,7 +127,7 @@ def read_watchdog_logs(files: Mapping[Path, int | None]) -> list[FlightDump]:
     log = _Log()
     for path, rank in files.items():
         log.ranks |= {rank} if rank is not None and rank <= MOST_RANKS else set()
-        for raw in _lines(path):
+        for raw in _unwrapped(_lines(path)):
             if any(mark in raw for mark in _READ):
                 for message in _SPEAKER.split(raw):
                     _add(log, message.decode(errors="replace"), rank)
@@ -163,12 +164,25 @@ def _lines(path: Path) -> Iterator[bytes]:
         raise FlightRecorderError(f"{path}: cannot be read ({said})") from None
 
 
+def _unwrapped(lines: Iterator[bytes]) -> Iterator[bytes]:
+    """Join a timeout that a logger broke before its work with the line after it."""
+    for line in lines:
+        yield (
+            line.rstrip() + b" " + next(lines, b"").lstrip()
+            if line.rstrip().endswith(_MARKS[0] + b":")
+            else line
+        )
+
+
 def _add(log: _Log, line: str, of_file: int | None) -> None:
     written = _RANK.search(line)
     rank = int(written[1]) if written else of_file
     timeout, group = _TIMEOUT.search(line), _GROUP.search(line)
-    if rank is None and (timeout or group):
-        rank = int(timeout[1] if timeout else group[4])  # type: ignore[index]  # one of them is there
+    if rank is None:
+        said = [
+            found[at] for found, at in ((timeout, 1), (group, 4), (_FINGERPRINT.search(line), 1)) if found
+        ]
+        rank = int(said[0]) if said else None
     if rank is None or rank > MOST_RANKS:
         return
     log.ranks.add(rank)
