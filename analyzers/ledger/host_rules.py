@@ -175,9 +175,11 @@ def _data_loader(book: Book) -> None:
 
 def _compilation(book: Book) -> None:
     graphs = book.take("compilation", lambda one: one.why == "graphs")
-    book.enter(graphs, "recompilation/graphs", rank=_alone(book, graphs), fqn=worst_layer(graphs))
     mine = book.take("compilation")
-    book.enter(mine, "recompilation", rank=_alone(book, mine), fqn=worst_layer(mine))
+    first = book.traced == {0}  # perhaps the training's, in which everything is compiled
+    alone, layer = _alone(book, graphs), worst_layer(graphs)
+    book.enter(graphs, "recompilation/graphs", rank=alone, fqn=layer, calm=first)
+    book.enter(mine, "recompilation", rank=_alone(book, mine), fqn=worst_layer(mine), calm=first)
 
 
 def _alone(book: Book, mine: Sequence[Charge]) -> int | None:
@@ -272,7 +274,7 @@ def _pauses(book: Book) -> None:
         and_waiting=" and the waiting for them" if waited else "",
         place=place,
         work=work,
-        see="" if site else " Record with --stacks to see the function.",
+        see="" if in_script else " Record with --stacks to see the function.",
     )
 
 

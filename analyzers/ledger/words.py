@@ -64,6 +64,8 @@ def _unexplained(ledger: Ledger, head: str) -> list[str]:
     then = "The recording does not show which change would avoid it."
     if worst.remedy is not None and worst.remedy.basis == "unknown":  # it asks for a recording that tells
         then = worst.remedy.change
+    if any(one.ns > worst.ns for one in ledger.entries if one.cause != "compute"):
+        return [f"{head} {ledger.bound}", f"{worst.said} {then}"]
     return [f"{worst.said} {head}", then]
 
 

@@ -417,7 +417,9 @@ def _unfused(book: Book) -> None:
         book.put_back(mine)
         return
     outside = [one for one in mine if one.fqn is None and one.phase != "optimizer"]
-    beside = sum(one.ns for one in outside) >= _MOST * sum(one.ns for one in mine)
+    all_compute = [*mine, *book.left("compute")]
+    labelled = any(one.fqn for one in all_compute) and any(one.phase == "backward" for one in all_compute)
+    beside = labelled and sum(one.ns for one in outside) >= _MOST * sum(one.ns for one in mine)
     site = book.main_site(outside) if beside else None
     looped = [one for one in mine if one.site is not None and one.phase in ("forward", "backward")]
     if sum(one.ns for one in looped) >= _MOST * sum(one.ns for one in mine):

@@ -142,7 +142,7 @@ def test_cuda_graphs_that_are_recorded_again_come_first(
 ) -> None:
     ledger = analysed(capfd, "run", from_a_gpu("cuda-graphs"))["trace"]["ledger"]
     told = [one for one in ledger["entries"] if one["told"]]
-    assert [one["title"] for one in told] == ["recapturing CUDA graphs"]
+    assert [one["title"] for one in told] == ["capturing CUDA graphs"]
     assert 'mode="default"' in told[0]["remedy"]["change"]
 
 

@@ -16,7 +16,7 @@ from support.sharded_groups import sharded_group
 from fsdp2prof.analyzers.ledger.account import with_ledger
 from fsdp2prof.analyzers.ledger.book import UNTRACED
 from fsdp2prof.analyzers.ledger.charges import Charge
-from fsdp2prof.analyzers.ledger.words import try_first
+from fsdp2prof.analyzers.ledger.words import _unexplained, try_first
 from fsdp2prof.analyzers.recorded_groups import repeated_units, untrained_units
 from fsdp2prof.analyzers.trace.operators import KernelSum, additional_ns
 from fsdp2prof.manifest import (
@@ -47,10 +47,13 @@ def ledger_of(
     additional_ns: Mapping[int, int] | None = None,
     among: LateRanks | None = None,
     unrecorded: UnrecordedStep | None = None,
+    only_step: int | None = None,
 ) -> Ledger:
     """Charge the same to every step of two ranks; what is left of its 50 ms is compute in forward."""
     analysis = trace_analysis()
     ranks = [replace(one, device_type=device) for one in analysis.ranks]
+    if only_step is not None:
+        ranks = [replace(one, steps=[replace(one.steps[0], step=only_step)]) for one in ranks]
     charges = []
     for rank in ranks:
         for step in rank.steps:
@@ -1057,3 +1060,39 @@ def test_pauses_of_torchs_optimizer_are_not_the_scripts(site: str | None, named:
     entries = {one.id: one for one in ledger_of([pause, other]).entries}
     assert ("host_pause" in entries) is named
     assert entries["host_bound"].ns == (1 if named else 5) * MS
+
+
+@pytest.mark.parametrize(
+    ("beside", "loss"),
+    [
+        ([{"fqn": "blocks.0", "phase": "forward"}, {"fqn": "blocks.0", "phase": "backward"}], True),
+        ([{"fqn": "blocks.0", "phase": "forward"}], False),
+        ([{"fqn": None, "phase": "backward"}], False),
+    ],
+)
+def test_a_loss_is_named_only_where_layers_and_a_backward_are_known(
+    beside: list[dict[str, object]], loss: bool
+) -> None:
+    """Inference has neither, and a trace without layers has everything outside of them."""
+    outside = {"cause": "compute", "ns": 30 * MS, "why": "memory", "fqn": None, "phase": "forward"}
+    (first,) = told(ledger_of([outside, *({"cause": "compute", "ns": MS} | one for one in beside)]))
+    assert first.id == "memory_bound_kernels"
+    assert ("loss" in first.said) == loss
+
+
+def test_the_largest_cause_opens_where_no_change_is_known() -> None:
+    queued = {"cause": "queued", "ns": 20 * MS, "phase": "forward"}
+    alone, both = ledger_of([queued]), ledger_of([queued, {"cause": "tracing", "ns": 50 * MS}])
+    assert not told(both)
+    first, second = _unexplained(both, "A step takes 70 ms.")
+    assert "tracing" in first
+    assert second.startswith("Launched work waits")
+    assert _unexplained(alone, "A step takes 20 ms.")[0].startswith("Launched work waits")
+
+
+@pytest.mark.parametrize("why", ["graphs", None])
+def test_compilation_in_the_first_step_alone_is_not_told(why: str | None) -> None:
+    """Everything is compiled in a training's first step."""
+    compiled = {"cause": "compilation", "ns": 30 * MS, "phase": "forward", "why": why}
+    assert not told(ledger_of([compiled], only_step=0))
+    assert [one.id for one in told(ledger_of([compiled], only_step=1))] == ["recompilation"]
