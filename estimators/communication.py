@@ -93,7 +93,7 @@ def estimate_built(
     notes += add_parallel_traffic(ledger, built, groups, mesh, policy)
     if executed is not None:
         plan = built.tensor_parallel
-        what = "expert parallelism" if mesh.tp == 1 or plan is None else plan.note
+        what = "expert parallelism" if mesh.tp == 1 or plan is None else plan.note(policy.sequence_parallel)
         notes.append(f"{what}; counted by executing a step")
         add_executed(ledger, executed)
     notes += notes_of("communication", mesh, policy)

@@ -120,7 +120,7 @@ def predict_memory(
         *([] if padding is None else [padding.how]),
     ]
     if mesh.tp > 1 and built.tensor_parallel is not None:
-        told.append(built.tensor_parallel.note)
+        told.append(built.tensor_parallel.note(policy.sequence_parallel))
     told = assumptions(told, mesh, policy)
     guessed = execution.blocks if why_guessed is not None else ()
     return _predicted(

@@ -114,7 +114,8 @@ def counted_by_execution(model: Model, mesh: MeshSpec, policy: PolicySpec) -> bo
     """
     plan = model.tensor_parallel
     if mesh.tp > 1 and plan is not None:
-        return not plan.is_analysed or policy.freezes or policy.loss_in_pieces
+        whole = not plan.divides_sequence(policy.sequence_parallel)
+        return whole or not plan.is_analysed or policy.freezes or policy.loss_in_pieces
     return mesh.ep > 1 and (model.config is None or policy.freezes)
 
 
@@ -326,7 +327,7 @@ def _add_context_parallel(
 
 def _add_pipeline(ledger: Ledger, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
     assert model.width is not None
-    tokens = model.hidden_length(mesh.tp, policy.seq_len // mesh.cp)
+    tokens = model.hidden_length(mesh.tp, policy.seq_len // mesh.cp, policy.sequence_parallel)
     local = policy.sequences * tokens * model.width
     payload = local * dtype_bytes(policy.compute_dtype)
     before, after = neighbours_of(policy.pp_schedule, mesh.pp, policy.pp_stage)

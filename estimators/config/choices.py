@@ -74,7 +74,7 @@ Documents = MaskedDocuments | VarlenDocuments | FlexDocuments
 CheckpointingMode = Literal["none", "full", "op"]
 ActivationCheckpointing = CheckpointingMode | Every
 """``op`` is selective by operator."""
-LossMode = Literal["full", "native", "compiled", "fused", "logprobs", "dpo"]
+LossMode = Literal["full", "native", "in-place", "compiled", "fused", "logprobs", "dpo"]
 PIECES = (Chunked, ChunkedKept, ChunkedBackward, ChunkedTokens, ChunkedVocabulary, ChunkedBlocks)
 Loss = LossMode | InPieces
 """``full``: over all logits at once, in fp32; ``native``: in the dtype that they have."""

@@ -10,6 +10,8 @@ from fsdp2prof.estimators.config.option import Dtype, Written
 
 QUANTIZED = ("nf4", "bnb-nf4")
 """Bases of 4 bits: torchao's ``NF4Tensor`` and bitsandbytes' ``Linear4bit``."""
+EVERY_LAYER = "all-linear"
+"""The target that is every linear layer but the head and routers, as in PEFT."""
 _NOT_MODELLED = ("fp4", "int4", "int8", "bnb-fp4", "bnb-int8", "gptq", "awq")
 
 
@@ -19,7 +21,8 @@ class Lora(Written):
 
     r: int
     targets: tuple[str, ...]
-    """Names of linear layers, without their path, or ``experts``; a ? follows a name that may be missing."""
+    """Names of linear layers, without their path; patterns of whole names, with *; ``EVERY_LAYER``; or
+    ``experts``. A ? follows a name that may be missing."""
     alpha: float
     """Scales the adapters by ``alpha / r``; of no matter to sizes."""
     base: str | None = None

@@ -181,8 +181,8 @@ class PolicySpec:
     lora: Lora | None = of_training(
         None,
         LoraText(),
-        "Low-rank adapters for the linear layers of these names, or experts; all else is frozen, in "
-        "base=DTYPE, or in 4 bits: base=nf4 (torchao), base=bnb-nf4 (bitsandbytes).",
+        "Low-rank adapters for the linear layers of these names, all-linear, or experts; all else is frozen, "
+        "in base=DTYPE, or in 4 bits: base=nf4 (torchao), base=bnb-nf4 (bitsandbytes).",
     )
     trainable: str | None = of_training(
         None, Regex(), "Regular expression for the names of trained parameters; others are frozen."
@@ -224,7 +224,8 @@ class PolicySpec:
     loss: Loss = of_training(
         "full",
         Words(words=get_args(LossMode), counted=PIECES),
-        "Cross-entropy over all logits in fp32 or (native) their own dtype, compiled, fused with the head, "
+        "Cross-entropy over all logits in fp32, (native) their own dtype or with the gradient in their place "
+        "(in-place: Liger's, Transformer Engine's), compiled, fused with the head, "
         "or in chunks: K of the sequence, recomputed, kept (torchtune) or with their backward at once "
         "(torchtitan); of K tokens (TRL); of K entries of the vocabulary, or blocks of K by K (prime-rl). "
         "logprobs is for reinforcement learning; dpo takes pairs, chosen and rejected in one batch.",
@@ -242,6 +243,13 @@ class PolicySpec:
         Flag(unset=True),
         "Under tensor parallelism, keep the logits sharded by vocabulary. By default built-in models do, "
         "and Hugging Face plans gather them.",
+        planned=True,
+    )
+    sequence_parallel: bool | None = of_parallelism(
+        None,
+        Flag(unset=True),
+        "Under tensor parallelism, divide norms and residuals by sequence. By default built-in models do, "
+        "and Hugging Face plans keep them whole.",
         planned=True,
     )
     forward_prefetch: Prefetch | ByUnit = of_sharding(

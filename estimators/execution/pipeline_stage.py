@@ -47,7 +47,8 @@ class PipelineRank:
         gathers = len(own) > 1 and policy.rules.pipelines_gather_stages
         self._gathered = gathered_at(self._work) if gathers else []
         assert model.width is not None
-        self._shape = (policy.sequences, model.hidden_length(mesh.tp, policy.seq_len), model.width)
+        tokens = model.hidden_length(mesh.tp, policy.seq_len, policy.sequence_parallel)
+        self._shape = (policy.sequences, tokens, model.width)
         self._output: Tensor | None = None
         self._sent: Tensor | None = None
         self._outputs: dict[_Key, Tensor] = {}

@@ -66,7 +66,9 @@ def shard(
     if tensor_parallel is not None:
         if model.tensor_parallel is None:
             raise ModelError(f"{model.name} {model.no_tensor_parallel}: leave tp=1")
-        model.tensor_parallel.apply(model.module, tensor_parallel, policy.loss_parallel)
+        model.tensor_parallel.apply(
+            model.module, tensor_parallel, policy.loss_parallel, policy.sequence_parallel
+        )
     freeze(model, policy)  # torch's SequenceParallel makes new parameters, which train
     if model.running_towers:
         checkpoint_blocks(model.module, model.running_towers, policy)

@@ -1,4 +1,4 @@
-"""Tensor parallelism of the built-in models: Megatron's, with norms and residuals divided by sequence.
+"""Tensor parallelism of the built-in models: Megatron's, norms and residuals divided by sequence or whole.
 
 Dense blocks are divided as torchtitan divides them. What every rank runs whole on the whole sequence (the
 router's gate, the compressed vectors of latent attention) computes the gradients of this rank's heads and
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
+    from torch.distributed.tensor.placement_types import Placement
 
     from fsdp2prof.estimators.models.experts import ExpertExchange
 
@@ -83,19 +84,22 @@ class BuiltinPlan:
         config = self.config
         return not (config.experts or config.latent or config.sinks)
 
-    @property
-    def divides_sequence(self) -> bool:
-        """Whether norms and residuals are divided by sequence."""
-        return True
+    def divides_sequence(self, sequence_parallel: bool | None) -> bool:
+        """Whether norms and residuals are divided by sequence: true unless switched off."""
+        return sequence_parallel is not False
 
     def divides_logits(self, loss_parallel: bool | None) -> bool:
         """Whether logits stay divided by vocabulary: true unless switched off."""
         return loss_parallel is not False
 
-    @property
-    def note(self) -> str:
+    def note(self, sequence_parallel: bool | None) -> str:
         """The division, in one sentence."""
-        note = "tensor parallelism executed with sequence-parallel norms and residuals"
+        divided = self.divides_sequence(sequence_parallel)
+        whole = "norms and residuals whole on every rank, sums all-reduced"
+        note = (
+            "tensor parallelism executed with "
+            f"{'sequence-parallel norms and residuals' if divided else whole}"
+        )
         if self.config.latent is not None:
             note += "; latent attention divided by heads behind its compressed vectors, which stay whole"
         if self.config.experts is not None:
@@ -117,13 +121,16 @@ class BuiltinPlan:
             )
         return undivided_heads(config.name, config.heads, config.kv_heads, ranks)
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh, loss_parallel: bool | None) -> None:
+    def apply(
+        self, module: nn.Module, mesh: DeviceMesh, loss_parallel: bool | None, sequence_parallel: bool | None
+    ) -> None:
         """Divide the module in place: parameters become DTensors of ``mesh``."""
         from torch.distributed.tensor.parallel import parallelize_module
 
-        plan = {**_ends(self.divides_logits(loss_parallel)), **_attention(self.config)}
+        hidden = _hidden(self.divides_sequence(sequence_parallel))
+        plan = {**_ends(self.divides_logits(loss_parallel), hidden), **_attention(self.config, hidden)}
         parallelize_module(module, mesh, {name: plan[name] for name in plan if name not in self.absent})
-        _divide_blocks(module, mesh, self.experts_apart)
+        _divide_blocks(module, mesh, self.experts_apart, hidden)
         if self.config.tied and not self.absent:
             module.tie_weights()  # type: ignore[operator]
 
@@ -159,30 +166,36 @@ def undivided_heads(name: str, heads: int, kv_heads: int, ranks: int) -> str | N
     return None
 
 
-def _ends(loss_parallel: bool) -> dict[str, ParallelStyle]:
+def _hidden(divided: bool) -> Placement:
+    """Placement of residuals (B, S, D): divided by sequence, or whole on every rank."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    return Shard(1) if divided else Replicate()
+
+
+def _ends(loss_parallel: bool, hidden: Placement) -> dict[str, ParallelStyle]:
     from torch.distributed.tensor import Replicate, Shard, parallel
 
+    norms = ("norm", "layers.*.attention_norm", "layers.*.ffn_norm") if hidden.is_shard() else ()
     return {
-        "tok_embeddings": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": parallel.SequenceParallel(),
+        "tok_embeddings": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=hidden),
         "output": parallel.ColwiseParallel(
-            input_layouts=Shard(1),
+            input_layouts=hidden,
             output_layouts=Shard(-1) if loss_parallel else Replicate(),
             use_local_output=not loss_parallel,
         ),
-        "layers.*.attention_norm": parallel.SequenceParallel(),
-        "layers.*.ffn_norm": parallel.SequenceParallel(),
+        **{name: parallel.SequenceParallel() for name in norms},
     }
 
 
-def _attention(config: TransformerConfig) -> dict[str, ParallelStyle]:
-    from torch.distributed.tensor import Replicate, Shard, parallel
+def _attention(config: TransformerConfig, hidden: Placement) -> dict[str, ParallelStyle]:
+    from torch.distributed.tensor import Replicate, parallel
 
     plan: dict[str, Any] = {
         "": parallel.PrepareModuleInput(
-            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+            input_layouts=(hidden, None), desired_input_layouts=(Replicate(), None)
         ),
-        "wo": parallel.RowwiseParallel(output_layouts=Shard(1)),
+        "wo": parallel.RowwiseParallel(output_layouts=hidden),
     }
     if config.latent is None:
         plan |= {name: parallel.ColwiseParallel() for name in ("wq", "wk", "wv")}
@@ -194,7 +207,7 @@ def _attention(config: TransformerConfig) -> dict[str, ParallelStyle]:
     return {f"layers.*.attention.{name}".rstrip("."): style for name, style in plan.items()}
 
 
-def _divide_blocks(module: nn.Module, mesh: DeviceMesh, experts_apart: bool) -> None:
+def _divide_blocks(module: nn.Module, mesh: DeviceMesh, experts_apart: bool, hidden: Placement) -> None:
     """Divide modules that differ from block to block, and modules that torch has no style for."""
     from fsdp2prof.estimators.models.experts import MixtureOfExperts
     from fsdp2prof.estimators.models.llama import Attention, FeedForward, LatentAttention
@@ -202,9 +215,9 @@ def _divide_blocks(module: nn.Module, mesh: DeviceMesh, experts_apart: bool) -> 
 
     for part in module.modules():
         if isinstance(part, FeedForward):
-            _divide_feed_forward(part, mesh)
+            _divide_feed_forward(part, mesh, hidden)
         elif isinstance(part, MixtureOfExperts):
-            _divide_mixture(part, mesh, experts_apart)
+            _divide_mixture(part, mesh, experts_apart, hidden)
         elif isinstance(part, LatentAttention):
             for name, dim in (("wq_a", None), ("q_norm", None), ("wq_b", 0)):
                 inner = getattr(part, name)
@@ -216,27 +229,27 @@ def _divide_blocks(module: nn.Module, mesh: DeviceMesh, experts_apart: bool) -> 
             distribute_parameters(part, mesh, {"sinks": 0})
 
 
-def _divide_feed_forward(part: nn.Module, mesh: DeviceMesh) -> None:
-    from torch.distributed.tensor import Shard, parallel
+def _divide_feed_forward(part: nn.Module, mesh: DeviceMesh, hidden: Placement) -> None:
+    from torch.distributed.tensor import parallel
 
-    parallel.parallelize_module(part, mesh, _gathered_sequence())
+    parallel.parallelize_module(part, mesh, _gathered(hidden))
     plan: dict[str, ParallelStyle] = {name: parallel.ColwiseParallel() for name in ("w1", "w3")}
-    parallel.parallelize_module(part, mesh, {**plan, "w2": parallel.RowwiseParallel(output_layouts=Shard(1))})
+    parallel.parallelize_module(part, mesh, {**plan, "w2": parallel.RowwiseParallel(output_layouts=hidden)})
 
 
-def _gathered_sequence() -> ParallelStyle:
-    from torch.distributed.tensor import Replicate, Shard, parallel
+def _gathered(hidden: Placement) -> ParallelStyle:
+    from torch.distributed.tensor import Replicate, parallel
 
-    return parallel.PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    return parallel.PrepareModuleInput(input_layouts=(hidden,), desired_input_layouts=(Replicate(),))
 
 
-def _divide_mixture(mixture: Any, mesh: DeviceMesh, experts_apart: bool) -> None:
-    from torch.distributed.tensor import Partial, Shard, parallel
+def _divide_mixture(mixture: Any, mesh: DeviceMesh, experts_apart: bool, hidden: Placement) -> None:
+    from torch.distributed.tensor import Partial, parallel
 
     from fsdp2prof.estimators.models.local_tensors import distribute_parameters, run_on_local_tensors
 
-    parallel.parallelize_module(mixture, mesh, _gathered_sequence())
-    summed = parallel.PrepareModuleOutput(output_layouts=(Partial(),), desired_output_layouts=(Shard(1),))
+    parallel.parallelize_module(mixture, mesh, _gathered(hidden))
+    summed = parallel.PrepareModuleOutput(output_layouts=(Partial(),), desired_output_layouts=(hidden,))
     parallel.parallelize_module(mixture, mesh, summed)
     if mixture.shared_experts is not None:
         plan: dict[str, ParallelStyle] = {name: parallel.ColwiseParallel() for name in ("w1", "w3")}

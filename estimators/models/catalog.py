@@ -197,6 +197,11 @@ def builtin_config(name: str) -> TransformerConfig:
         return BUILTIN_MODELS[name]
     if (known := named_on_hugging_face(name)) is not None:
         return BUILTIN_MODELS[known]
+    if "/" in name:
+        raise ModelError(
+            f"{name!r} is not built in, and no folder of this machine: give --model its config.json, or a "
+            "built-in name (fsdp2prof inspect models)"
+        )
     close = difflib.get_close_matches(name.lower(), BUILTIN_MODELS, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(BUILTIN_MODELS)}"
     raise ModelError(

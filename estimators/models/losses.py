@@ -1,8 +1,8 @@
 """The computation on the logits: every loss of a policy, for every source of models.
 
 ``full`` keeps the logits in fp32 for backward, as the eager cross-entropy does, ``native`` in their own
-dtype. ``compiled`` and ``fused`` stand for kernels on tensors without data, and hold the same memory; on
-real tensors they compute the same result by separate operators.
+dtype. ``in-place``, ``compiled`` and ``fused`` stand for kernels on tensors without data, and hold the same
+memory; on real tensors they compute the same result by separate operators.
 
 Shapes: N tokens, D model dim, V vocabulary.
 """
@@ -72,6 +72,28 @@ class CompiledCrossEntropy(torch.autograd.Function):
         return torch.empty_like(ctx.saved_tensors[0], dtype=ctx.dtype), None, None
 
 
+class _InPlaceCrossEntropy(torch.autograd.Function):
+    """A kernel that writes the gradient of the logits over them, as Liger's and Transformer Engine's do."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Any) -> Tensor:
+        """Stand for the kernel that reads and overwrites ``logits`` (N, V).
+
+        Ranks that have a part of the vocabulary each gather three numbers of every token.
+        """
+        losses = logits[:, 0].float()
+        if group is not None:
+            gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+            losses = wait_tensor(gather(losses.repeat(3), group.size(), group.group_name))[: len(losses)]  # type: ignore[no-untyped-call]
+        ctx.save_for_backward(logits.detach())
+        return losses.mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Give what forward wrote."""
+        return ctx.saved_tensors[0], None, None
+
+
 class _FusedLinearCrossEntropy(torch.autograd.Function):
     """Head and cross-entropy chunk by chunk, with both gradients computed in forward: no logits are kept.
 
@@ -112,11 +134,12 @@ def logits_loss(
         taken = log_probabilities(logits, targets)
         return _preference(taken, reference) if how == "dpo" else _surrogate(taken, reference)
     logits, targets = logits.flatten(0, 1), targets.flatten()
-    if how == "compiled" and is_fake(logits):
+    if how in ("compiled", "in-place") and is_fake(logits):
         local, group = logits, None
         if isinstance(logits, DTensor):  # divided by vocabulary
             local, group = logits.to_local(), logits.device_mesh.get_group()
-        loss: Tensor = CompiledCrossEntropy.apply(local, targets, group)  # type: ignore[no-untyped-call]
+        kernel = CompiledCrossEntropy if how == "compiled" else _InPlaceCrossEntropy
+        loss: Tensor = kernel.apply(local, targets, group)  # type: ignore[no-untyped-call]
         return loss
     return F.cross_entropy(logits if how == "native" else logits.float(), targets)
 

@@ -68,12 +68,11 @@ class TensorParallel(Protocol):
     def is_analysed(self) -> bool:
         """Whether its collectives follow from a formula; otherwise the step is executed to count them."""
 
-    @property
-    def divides_sequence(self) -> bool:
-        """Whether norms and residuals are divided by sequence."""
+    def divides_sequence(self, sequence_parallel: bool | None) -> bool:
+        """Whether norms and residuals are divided by sequence, as ``sequence_parallel`` asks or as the plan
+        has it."""
 
-    @property
-    def note(self) -> str:
+    def note(self, sequence_parallel: bool | None) -> str:
         """The division, in one sentence."""
 
     def divides_logits(self, loss_parallel: bool | None) -> bool:
@@ -82,7 +81,9 @@ class TensorParallel(Protocol):
     def refusal(self, ranks: int) -> str | None:
         """Why the model cannot be divided among so many ranks, ``None`` if it can."""
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh, loss_parallel: bool | None) -> None:
+    def apply(
+        self, module: nn.Module, mesh: DeviceMesh, loss_parallel: bool | None, sequence_parallel: bool | None
+    ) -> None:
         """Divide the module in place: parameters become DTensors of ``mesh``.
 
         Raises ``ModelError`` for modules that cannot be divided in this way.
@@ -184,10 +185,11 @@ class Model:
             return self.config.dim
         return None if self.decoder is None else self.decoder.width
 
-    def hidden_length(self, ranks: int, tokens: int) -> int:
+    def hidden_length(self, ranks: int, tokens: int, sequence_parallel: bool | None) -> int:
         """Of a sequence's ``tokens``, those whose hidden state a tensor-parallel rank of ``ranks`` has."""
         plan = self.tensor_parallel
-        return tokens // ranks if plan is not None and plan.divides_sequence else tokens
+        divides = plan is not None and plan.divides_sequence(sequence_parallel)
+        return tokens // ranks if divides else tokens
 
     @property
     def expert_count(self) -> int:

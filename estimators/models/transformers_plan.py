@@ -71,18 +71,17 @@ class TransformersPlan:
         """Whether its collectives are known by formula: they are executed."""
         return False
 
-    @property
-    def divides_sequence(self) -> bool:
-        """Whether norms and residuals are divided by sequence."""
-        return False
+    def divides_sequence(self, sequence_parallel: bool | None) -> bool:
+        """Whether norms and residuals are divided by sequence: transformers' own plans keep them whole."""
+        return bool(sequence_parallel)
 
     def divides_logits(self, loss_parallel: bool | None) -> bool:
         """Whether logits stay divided by vocabulary: if asked; transformers' own plans gather them."""
         return bool(loss_parallel)
 
-    @property
-    def note(self) -> str:
+    def note(self, sequence_parallel: bool | None) -> str:
         """The division, in one sentence."""
+        del sequence_parallel  # refused
         return (
             "tensor parallelism by the class's own plan, applied by transformers: norms and residuals whole "
             "on every rank, sums all-reduced, logits gathered unless loss_parallel is given"
@@ -92,7 +91,9 @@ class TransformersPlan:
         """Why the model cannot be divided among so many ranks: heads that they do not divide."""
         return undivided_heads(self.name, self.heads, self.kv_heads, ranks)
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh, loss_parallel: bool | None) -> None:
+    def apply(
+        self, module: nn.Module, mesh: DeviceMesh, loss_parallel: bool | None, sequence_parallel: bool | None
+    ) -> None:
         """Divide the module in place: parameters become DTensors of ``mesh``.
 
         Raises ``ModelError`` for plans that transformers refuses, and for logits that cannot stay divided.

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.lora import Lora
+from fsdp2prof.estimators.config.lora import EVERY_LAYER, Lora
 from fsdp2prof.estimators.models.builtin import meta_construction
 from fsdp2prof.estimators.models.experts import ALIGNMENT, GroupedExperts
+from fsdp2prof.estimators.models.losses import head_of
 from fsdp2prof.estimators.models.model import ADAPTERS, Model
 
 
@@ -83,15 +85,17 @@ def with_adapters(model: Model, lora: Lora | None, orig_dtype: str, compute_dtyp
     if lora is None:
         return model
     modules = dict(model.module.named_modules())
+    layers = [
+        fqn for fqn, part in modules.items() if isinstance(part, nn.Linear) and not _is_idle(fqn, model)
+    ]
     for text in lora.targets:
         target = text.removesuffix("?")
         names = {target, ".".join(COMMON_NAMES.get(part, part) for part in target.split("."))}
-        ends = tuple(f".{name}" for name in names)
-        found = [
-            fqn
-            for fqn, part in modules.items()
-            if f".{fqn}".endswith(ends) and isinstance(part, nn.Linear) and not _is_idle(fqn, model)
-        ]
+        if target == EVERY_LAYER or "*" in target:
+            found = _matching(layers, "*" if target == EVERY_LAYER else target, model)
+        else:
+            ends = tuple(f".{name}" for name in names)
+            found = [fqn for fqn in layers if f".{fqn}".endswith(ends)]
         if target == "experts" and model.experts:
             parts = [modules[fqn] for fqn in model.experts]
             if text.endswith("?") and not all(isinstance(part, GroupedExperts) for part in parts):
@@ -99,7 +103,7 @@ def with_adapters(model: Model, lora: Lora | None, orig_dtype: str, compute_dtyp
             else:
                 _adapt_experts(model, lora, orig_dtype)
         elif not found and not (text.endswith("?") or (model.experts and names & _OF_EXPERTS)):
-            there = {fqn.rpartition(".")[2] for fqn, part in modules.items() if isinstance(part, nn.Linear)}
+            there = {fqn.rpartition(".")[2] for fqn in layers}
             raise ModelError(
                 f"lora: no linear layer of {model.name} is named {target!r}; "
                 f"it has {', '.join(sorted(there))}"
@@ -119,6 +123,22 @@ def with_adapters(model: Model, lora: Lora | None, orig_dtype: str, compute_dtyp
     if lora.base is not None:
         _hold_base_in(model.module, lora.base if lora.quantized is None else compute_dtype)
     return model
+
+
+def _matching(layers: Sequence[str], pattern: str, model: Model) -> list[str]:
+    """Layers whose name, or Hugging Face's name for it, matches a pattern; never the head or a router."""
+    heads = {"output" if model.config is not None else head_of(model.module)}
+    others = {ours: theirs for theirs, ours in COMMON_NAMES.items()} if model.config is not None else {}
+    return [
+        fqn
+        for fqn in layers
+        if fqn not in heads
+        and ".router." not in f".{fqn}"
+        and (
+            fnmatchcase(fqn, pattern)
+            or fnmatchcase(".".join(others.get(part, part) for part in fqn.split(".")), pattern)
+        )
+    ]
 
 
 def _adapt_experts(model: Model, lora: Lora, orig_dtype: str) -> None:

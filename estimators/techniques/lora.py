@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.lora import EVERY_LAYER
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.techniques.technique import Technique
 
-_BEFORE_ATTENTION = {"wq", "wk", "wv", "q_proj", "k_proj", "v_proj", "qkv_proj"}
+_BEFORE_ATTENTION = ("wq", "wk", "wv", "q_proj", "k_proj", "v_proj", "qkv_proj")
 """Layers whose adapters let the first block's attention have a backward."""
 
 
@@ -23,8 +26,11 @@ class LowRankAdapters(Technique):
                 "different ways: use dp_shard for these ranks"
             )
         targets = () if policy.lora is None else policy.lora.targets
-        trained = {target.removesuffix("?").rpartition(".")[2] for target in targets}
-        if policy.freezes and mesh.cp > 1 and not _BEFORE_ATTENTION & trained:
+        trained = [target.removesuffix("?").rpartition(".")[2] for target in targets]
+        trains_before = any(
+            one == EVERY_LAYER or fnmatchcase(layer, one) for one in trained for layer in _BEFORE_ATTENTION
+        )
+        if policy.freezes and mesh.cp > 1 and not trains_before:
             raise ModelError(
                 f"{'trainable' if policy.lora is None else 'lora'}: with cp modelled for adapters at "
                 "queries, keys or values alone, where every block's attention has a backward: add q_proj to "

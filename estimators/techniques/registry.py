@@ -42,7 +42,8 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
     """Raise ``ModelError`` if the mesh does not divide the model or the batch, or is not modelled for it."""
     for technique in TECHNIQUES:
         technique.check(model, mesh, policy)
-    divides_sequence = model.tensor_parallel is not None and model.tensor_parallel.divides_sequence
+    plan = model.tensor_parallel
+    divides_sequence = plan is not None and plan.divides_sequence(policy.sequence_parallel)
     pieces = (2 * mesh.cp if mesh.cp > 1 else 1) * (mesh.tp if divides_sequence else 1)
     if policy.seq_len % pieces:
         raise ModelError(

@@ -33,6 +33,11 @@ class AsyncTensorParallel(Technique):
         plan = model.tensor_parallel
         if policy.async_tp and plan is not None and not plan.is_analysed:
             raise ModelError(f"async_tp: modelled for dense built-in models, not {model.name}")
+        if policy.async_tp and policy.sequence_parallel is False:
+            raise ModelError(
+                "async_tp overlaps the gathers and scatters of sequence parallelism: leave "
+                "sequence_parallel=false out"
+            )
 
     def change_program(self, program: Program, model: Model, mesh: MeshSpec, policy: PolicySpec) -> Program:
         """Cut products, and send their chunks beside them."""
@@ -166,12 +171,18 @@ class TensorParallelism(Technique):
     def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
         """Refuse a model without a plan, or one that the plan does not divide."""
         if mesh.tp == 1:
+            if policy.sequence_parallel is not None:
+                raise ModelError("sequence_parallel needs tensor parallelism: add tp to the mesh")
             return
         plan = model.tensor_parallel
         if plan is None:
             raise ModelError(f"mesh: tp={mesh.tp}: {model.name} {model.no_tensor_parallel}")
         if mesh.ep > 1:
             plan = plan.with_experts_apart(model.experts)
+        if policy.sequence_parallel and model.config is None:
+            raise ModelError(
+                f"sequence_parallel: the plan of {model.name} keeps norms and residuals whole: leave it out"
+            )
         if refusal := plan.refusal(mesh.tp):
             raise ModelError(f"mesh: {refusal}")
         if any(isinstance(value, int) for value in values_of(policy.reshard)):

@@ -218,6 +218,7 @@ def describe(
             **of_file,
             "policy": {**trainer.values["policy"], **of_file.get("policy", {})},
         }
+        _refer_to_the_given_model(of_file, given.get("model"), trainer.values.get("model"))
     elif overrides:
         raise UsageError("--override changes a key of --from-config: name the file")
     has_model = "model" in of_file or "model" in given
@@ -253,6 +254,12 @@ def describe(
         given=frozenset((*given, *policy)),
         older=tuple(older),
     )
+
+
+def _refer_to_the_given_model(of_file: dict[str, Any], given: Any, named: Any) -> None:
+    """Where a trainer's file names the trained model as its own reference, so does a model given instead."""
+    if given is not None and of_file["policy"].get("extra_model") == named:
+        of_file["policy"]["extra_model"] = given
 
 
 def _refuse_decided_by_a_script(policy: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ import torch
 from support.present import present
 from support.torch_versions import LOSSES_IN_PIECES
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
@@ -374,6 +375,19 @@ def test_a_compiled_loss_saves_what_the_compiler_saves(tp: int) -> None:
             assert wide == {torch.bfloat16 if tp == 1 else torch.float32}
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_kernel_in_place_leaves_the_gradient_where_the_logits_were(tp: int) -> None:
+    with fake_process_group(MeshSpec(dp_shard=1, tp=tp)) as mesh, FakeTensorMode():
+        head = torch.randn(64 // tp, 8, requires_grad=True)
+        logits = torch.randn(1, 32, 8) @ head.t()
+        gradients: list[Tensor] = []
+        logits.register_hook(gradients.append)
+        given = DTensor.from_local(logits, mesh["tp"], [Shard(-1)]) if tp > 1 else logits
+        logits_loss(given, torch.zeros(1, 32, dtype=torch.long), "in-place").backward()  # type: ignore[no-untyped-call]
+    assert gradients[0].untyped_storage()._cdata == logits.untyped_storage()._cdata
+    assert present(head.grad).shape == head.shape
+
+
 def adapters(text: Any) -> Lora | None:
     return PolicySpec(lora=text).lora
 
@@ -389,6 +403,21 @@ def test_adapters_stand_beside_their_targets_alone() -> None:
     assert {dtype for name, dtype in dtypes.items() if ".lora_" in name} == {torch.float32}
     assert {dtype for name, dtype in dtypes.items() if ".lora_" not in name} == {torch.bfloat16}
     assert PolicySpec.from_mapping(PolicySpec(lora=lora).to_mapping()).lora == lora
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ("all-linear", {"wq", "wk", "wv", "wo", "w1", "w2", "w3"}),
+        ("*_proj", {"wq", "wk", "wv", "wo", "w1", "w2", "w3"}),  # by Hugging Face's names
+        ("*self_attn*", {"wq", "wk", "wv", "wo"}),
+    ],
+)
+def test_targets_by_kind_and_by_pattern_leave_out_head_and_router(targets: str, expected: set[str]) -> None:
+    model = build_builtin(CONFIG, 16, "float32")
+    adapted = with_adapters(model, present(adapters(f"r=8,targets={targets}")), "float32", "bfloat16")
+    found = {name.partition(".lora_")[0] for name, _ in adapted.module.named_parameters() if ".lora_" in name}
+    assert {name.rpartition(".")[2] for name in found} == expected
 
 
 @pytest.mark.parametrize(

@@ -291,6 +291,36 @@ EXPERTS = ExpertShape(count=8, top_k=2, ffn_dim=24, shared_ffn_dim=16, first=1, 
 LATENT = LatentShape(q_rank=16, kv_rank=12, nope_dim=4, rope_dim=4, value_dim=4)
 
 
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
+@pytest.mark.parametrize(
+    "changes", [{}, {"family": "qwen", "qk_norm": True}, {"experts": replace(EXPERTS, ffn_dim=32, first=0)}]
+)
+def test_tensor_parallelism_of_whole_sequences(changes, monkeypatch):
+    """Megatron's: a sum over the ranks after attention and feed-forward, and of both inputs' gradients."""
+    config, mesh = tiny(vocab_size=96, **changes), MeshSpec(dp_shard=2, tp=2)
+    policy = PolicySpec(**SIZES, param_dtype="bf16", sequence_parallel=False)
+    monkeypatch.setitem(BUILTIN_MODELS, config.name, config)
+    made = estimate_comm(ModelSpec(source=config.name), mesh, policy)
+    hidden = policy.batch_size * policy.seq_len * config.dim
+    # weights that every rank has whole, and uses for its heads or its part of each expert
+    shared = (2 * config.head_dim if config.qk_norm else 0) + (
+        EXPERTS.count * config.dim if changes.get("experts") else 0
+    )
+    rows = [row for row in made.groups if row.mesh_dim == "tp" and row.dtype == "bfloat16"]
+    wanted = {
+        "forward": (2 * config.layers + 1) * hidden,
+        "backward": (2 * config.layers + 1) * hidden + config.layers * shared,
+    }
+    for phase, elements in wanted.items():  # the embedding forward, the head backward
+        assert sum(row.payload_bytes for row in rows if row.phase == phase) == 2 * elements
+    assert {row.op for row in made.groups if row.mesh_dim == "tp"} == {"all_reduce"}
+
+
+def test_sequences_stay_whole_only_where_something_divides_them():
+    with pytest.raises(ModelError, match="sequence_parallel needs tensor parallelism"):
+        estimate(tiny(), MeshSpec(dp_shard=2), PolicySpec(**SIZES, sequence_parallel=False))
+
+
 @pytest.mark.parametrize(
     ("sizes", "options", "latent"),
     [

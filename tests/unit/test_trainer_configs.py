@@ -366,6 +366,15 @@ model: {pretrained_model_name_or_path: Qwen/Qwen3-8B}
 distributed: {pp_size: 2}
 autopipeline: {pp_schedule: gpipe, pp_microbatch_size: 2}
 """
+EMBEDDINGS = r"^(?:model\.embed_tokens|lm_head$)"
+GENERATES = (
+    TRAINER
+    + """fsdp_config: {fsdp_version: 2}
+num_generations: 8
+max_prompt_length: 512
+max_completion_length: 1024
+"""
+)
 KEPT = "model.backend.enable_fsdp_optimizations: true"
 
 
@@ -407,6 +416,19 @@ KEPT = "model.backend.enable_fsdp_optimizations: true"
         (AXOLOTL + "rl: dpo", "extra_model", "Qwen/Qwen3-8B"),
         (AXOLOTL + "rl: dpo\nadapter: lora\nlora_r: 8", "extra_model", "self"),
         (AXOLOTL + "rl: simpo", "extra_model", None),
+        (AXOLOTL + "liger_cross_entropy: true", "loss", "in-place"),
+        (AXOLOTL + "unfrozen_parameters: [model.embed_tokens, lm_head$]", "trainable", EMBEDDINGS),
+        (AXOLOTL + "adapter: lora\nlora_r: 8\nlora_target_linear: true", "lora", "r=8,targets=all-linear?"),
+        (AXOLOTL + "tensor_parallel_size: 2", "sequence_parallel", False),
+        (AXOLOTL + "tensor_parallel_size: 2", "loss_parallel", False),
+        (AXOLOTL, "sequence_parallel", None),
+        (NEMO + "distributed: {tp_size: 2}", "sequence_parallel", False),
+        (NEMO + "distributed: {tp_size: 2, sequence_parallel: true}", "sequence_parallel", None),
+        (NEMO + "loss_fn: {_target_: a.te_parallel_ce.TEParallelCrossEntropy}", "loss", "in-place"),
+        (GENERATES, "loss", "logprobs"),
+        (GENERATES, "seq_len", 1536),
+        (GENERATES, "extra_model", None),
+        (GENERATES + "beta: 0.04", "extra_model", "Qwen/Qwen3-8B"),
         (TUNE + "loss: {_component_: torchtune.rlhf.loss.DPOLoss}", "extra_model", "llama3.1-8b"),
         (TRAINER + "beta: 0.01\nfsdp_config: {fsdp_version: 2}", "loss", "dpo"),
         (TRAINER + "loss_type: ipo\nfsdp_config: {fsdp_version: 2}", "extra_model", "Qwen/Qwen3-8B"),
@@ -449,7 +471,7 @@ def test_kernels_and_losses_follow_the_file(
         ("model: {_component_: torchtune.models.llama3_1.llama3_1_8b}\ntop_k: 3", "not a training recipe"),
         (AXOLOTL + "rl: kto", "rl = 'kto'"),
         (AXOLOTL + "kd_trainer: true", "kd_trainer = True: distillation .* --override kd_trainer=none"),
-        (AXOLOTL + "unfrozen_parameters: [lm_head]", "unfrozen_parameters .* --trainable"),
+        (AXOLOTL + "unfrozen_parameters: ['lm_head.weight[:32]']", "unfrozen_parameters .* some rows"),
         (NEMO + "recipe: TrainBiEncoderRecipe", "recipe = 'TrainBiEncoderRecipe': of Automodel's recipes"),
         (NEMO + "teacher_model: {pretrained_model_name_or_path: a/b}", "teacher_model.*distillation"),
         (TUNE + "teacher_model: {_component_: torchtune.models.llama3_1.llama3_1_8b}", "distillation"),
@@ -457,7 +479,6 @@ def test_kernels_and_losses_follow_the_file(
         ("tokenizer: {_component_: a.b}\nbatch_size: 8\ntasks: [mmlu]", "not a training recipe"),
         (VEOMNI + "model.condition_model_path: Qwen/Qwen-Image", "diffusion models"),
         (AXOLOTL + "qat: {weight_dtype: int8}", "qat.weight_dtype = 'int8': fake quantization"),
-        (TRAINER + "num_generations: 8", "num_generations = 8: GRPO"),
         (PREFERENCES + "use_galore: true", "use_galore = True: this optimizer"),
         (PREFERENCES + "pipeline_model_parallel_size: 4", "pipeline_model_parallel_size = 4: Megatron"),
         (PREFERENCES + "export_dir: merged", "export_dir = 'merged': do_train is not set"),
@@ -601,7 +622,7 @@ def test_pipelines_experts_and_patterns_of_automodel(tmp_path: Path) -> None:
     expected = {
         "pp_schedule": "interleaved:2", "batch_size": 2, "grad_accum": 8, "reshard": "never", "offload": True,
         "forward_prefetch": 1, "backward_prefetch": 2, "attention": "cudnn", "optimizer_impl": "for-loop",
-        "lora": "r=8,targets=q_proj?+k_proj?+v_proj?+o_proj?+gate_proj?+up_proj?+down_proj?",
+        "lora": "r=8,targets=*_proj?",
     }  # fmt: skip
     assert {key: policy[key] for key in expected} == expected
     assert any("model.backend.dispatcher = deepep is not modelled" in note for note in run.read.notes)
@@ -626,8 +647,10 @@ def test_pipelines_experts_and_patterns_of_automodel(tmp_path: Path) -> None:
     run = read(tmp_path, ("nemo.yaml", alone), world_size=8)
     assert "pp_schedule" not in run.values["policy"]
     assert "distributed.pipeline does nothing: pipeline parallelism is 1" in run.read.notes
-    with pytest.raises(ModelError, match="no layer of q_proj"):
-        read(tmp_path, ("nemo.yaml", PIPELINED.replace("*_proj", "*wkv")), world_size=8)
+    whole = PIPELINED.replace('"*_proj"', '["*"]')
+    run = read(tmp_path, ("nemo.yaml", whole), world_size=8)
+    assert run.values["policy"]["lora"] == "r=8,targets=*?+experts?"
+    assert "peft.target_modules: the adapter of lm_head is not in the estimate" in run.read.notes
 
 
 def test_bare_keys_are_read_and_kept_parameters_are_said(tmp_path: Path) -> None:
@@ -833,7 +856,7 @@ def test_names_of_hugging_face_are_known(name: str, known: str) -> None:
 
 
 def test_a_model_that_is_not_known_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="unknown model"):
+    with pytest.raises(ModelError, match="not built in, and no folder of this machine: give --model its"):
         builtin_config("google/gemma-3-27b-it")
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fnmatch
+from fnmatch import fnmatchcase
 
 from fsdp2prof.estimators.config.lora import peft_targets
-from fsdp2prof.estimators.config.trainers.hugging_face import ALL_LAYERS, is_on
+from fsdp2prof.estimators.config.trainers.hugging_face import is_on
 from fsdp2prof.estimators.config.trainers.reading import Reading, Value
 
 _RECIPES = (
@@ -14,6 +14,8 @@ _RECIPES = (
     "FinetuneRecipeForVLM",
 )
 """Recipes that train one model to predict the next token."""
+_TARGETS = "*_proj"
+"""Of adapters if a file has none (nemo_automodel/components/_peft/module_matcher.py:108)."""
 
 
 def read_automodel(run: Reading) -> None:
@@ -21,6 +23,8 @@ def read_automodel(run: Reading) -> None:
     recipe = run.get("recipe", "recipe._target_")
     if isinstance(recipe.value, str) and recipe.value.rpartition(".")[2] not in _RECIPES:
         run.refuse(recipe, f"of Automodel's recipes {', '.join(_RECIPES)} are modelled")
+    if recipe.word().endswith("vlm"):
+        run.ask("images", f"{recipe.key}: how many images a sequence has is in no file", " K")
     name = run.get("model.pretrained_model_name_or_path", "model.config.pretrained_model_name_or_path")
     if isinstance(name.value, str):
         run.set_model(name.value, name)
@@ -76,16 +80,14 @@ def read_automodel(run: Reading) -> None:
     rank = _rank(run)
     if rank.value is not None:
         everywhere, targets = run.get("peft.match_all_linear"), run.get("peft.target_modules")
-        wanted = targets.value or ("*",)
-        patterns = ["*"] if is_on(everywhere) else [wanted] if isinstance(wanted, str) else map(str, wanted)
-        names = [
-            name
-            for one in patterns
-            for name in ([one] if "*" not in one.rpartition(".")[2] else fnmatch.filter(ALL_LAYERS, one))
-        ]
-        if not names:
-            run.refuse(targets, f"no layer of {', '.join(ALL_LAYERS)} matches")
-        names = [name.rpartition(".")[2] for name in names]
+        wanted = targets.value or _TARGETS
+        names = (
+            ["*"] if is_on(everywhere) else [wanted] if isinstance(wanted, str) else list(map(str, wanted))
+        )
+        if any(fnmatchcase("lm_head", one) for one in names):
+            run.notes.append(f"{targets.key}: the adapter of lm_head is not in the estimate")
+        if any(fnmatchcase("mlp.experts", one) for one in names):
+            names.append("experts")
         four = run.get("quantization.load_in_4bit")
         held = ",base=bnb-nf4" if is_on(four) else ""
         read = (rank, targets, four) if held else (rank, targets)
@@ -135,9 +137,15 @@ def _sharding(run: Reading) -> None:
         for way in ("forward", "backward"):
             depth = run.get(f"distributed.fsdp2_{way}_prefetch_depth")
             run.set(f"{way}_prefetch", depth.number(1), prefetch, depth)
-    overlapped = run.get("distributed.enable_async_tensor_parallel")
-    if is_on(overlapped) and run.mesh.get("tp", 1) > 1:
-        run.set("async_tp", True, overlapped)
+    overlapped, divided = (
+        run.get("distributed.enable_async_tensor_parallel"),
+        run.get("distributed.sequence_parallel"),
+    )
+    if run.mesh.get("tp", 1) > 1:
+        if is_on(overlapped):
+            run.set("async_tp", True, overlapped)
+        elif not is_on(divided):
+            run.set("sequence_parallel", False, divided)
     if run.mesh.get("pp", 1) > 1:
         schedule, per_stage, rounding = (
             run.get(f"distributed.pipeline.{name}", f"autopipeline.{name}")
@@ -280,6 +288,8 @@ def _optimizer_and_loss(run: Reading) -> None:
     loss = run.get("loss_fn._target_")
     if "linear" in loss.word() or "cut" in loss.word():
         run.set("loss", "fused", loss)
+    elif "teparallel" in loss.word():
+        run.set("loss", "in-place", loss)
     elif loss.value is not None:
         wide = run.get("loss_fn.fp32_upcast")
         if wide.given and not is_on(wide):

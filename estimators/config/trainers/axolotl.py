@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from fsdp2prof.estimators.config.trainers.hugging_face import (
     is_on,
     read_accelerate_fsdp,
@@ -11,6 +13,7 @@ from fsdp2prof.estimators.config.trainers.hugging_face import (
     read_optimizer,
     read_precision,
     read_preference,
+    read_transformers_plan,
     refuse_eight_bits,
 )
 from fsdp2prof.estimators.config.trainers.reading import Reading, Value
@@ -33,6 +36,7 @@ def read_axolotl(run: Reading) -> None:
             "dp_shard": run.get("dp_shard_size"),
         }
     )
+    read_transformers_plan(run)
     run.option("batch_size", "micro_batch_size")
     run.option("grad_accum", "gradient_accumulation_steps")
     run.option("seq_len", "sequence_len")
@@ -60,6 +64,10 @@ def read_axolotl(run: Reading) -> None:
     if run.mesh.get("ep", 1) > 1:
         experts = run.get("expert_parallel_size")
         run.refuse(experts, "its ranks lie beside dp_shard and hold all other weights again: not modelled")
+    processor = run.get("processor_type")
+    if processor.value:
+        run.ask("images", f"{processor.key}: how many images a sequence has is in no file", " K")
+    _trained(run)
     adapter = run.get("adapter")
     if adapter.word() in ("lora", "qlora"):
         everywhere = run.get("lora_target_linear")
@@ -77,6 +85,17 @@ def read_axolotl(run: Reading) -> None:
         run.refuse(kind, "dpo, ipo, orpo and simpo are modelled")
 
 
+def _trained(run: Reading) -> None:
+    """Parameters that train, by regular expressions of the beginning of a name."""
+    patterns = run.get("unfrozen_parameters")
+    names = patterns.names()
+    if any(re.search(r"\[[\d:]+\]$", one) for one in names):  # src/axolotl/utils/freeze.py:250
+        run.refuse(patterns, "parameters of which some rows train are not modelled")
+    if names:
+        dotted = (re.sub(r"\.(?!\+)", r"\\.", one) for one in names)  # as freeze.py:225 reads them
+        run.set("trainable", f"^(?:{'|'.join(dotted)})", patterns)
+
+
 def _attention_and_loss(run: Reading) -> None:
     for key in ("flash_attention", "sdp_attention"):
         if is_on(found := run.get(key)):
@@ -85,6 +104,7 @@ def _attention_and_loss(run: Reading) -> None:
         run.set("attention", "math", eager)
     read_attention(run, run.get("attn_implementation"))
     liger, cut = run.get("liger_fused_linear_cross_entropy"), _cut_cross_entropy(run)
+    in_place = run.get("liger_cross_entropy")
     chunked = run.get("chunked_cross_entropy")
     if is_on(liger):
         run.set("loss", "fused", liger)
@@ -93,6 +113,8 @@ def _attention_and_loss(run: Reading) -> None:
         run.notes.append(
             "cut cross-entropy is estimated as Liger's fused one, which holds pieces of the logits"
         )
+    elif is_on(in_place):
+        run.set("loss", "in-place", in_place)
     elif is_on(chunked):
         run.notes.append(
             "chunked_cross_entropy divides the logits that are there already: all of them are counted"

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.lora import peft_targets
+from fsdp2prof.estimators.config.lora import EVERY_LAYER, peft_targets
 from fsdp2prof.estimators.config.trainers.reading import Reading, Value, is_set
 
 _OPTIMIZERS = {
@@ -27,6 +27,7 @@ _OPTIMIZERS = {
 }
 _ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_LAYERS = (*_ATTENTION_LAYERS, "gate_proj", "up_proj", "down_proj")
+_EVERY_LAYER = ("all-linear", "all", "linear")
 _GRPO = ("num_generations", "max_completion_length", "reward_funcs")
 """Keys of TRL's trainers that generate."""
 _OF_PAIRS = (
@@ -50,6 +51,14 @@ def is_on(found: Value) -> bool:
     return found.value is True or found.word() in _TRUE
 
 
+def read_transformers_plan(run: Reading) -> None:
+    """Tensor parallelism by transformers' own plan: sequences and logits stay whole."""
+    if run.mesh.get("tp", 1) > 1:
+        plan = Value("tp_plan", "auto", "transformers' plans of its models", given=False)
+        run.set("sequence_parallel", False, plan)
+        run.set("loss_parallel", False, plan)
+
+
 def read_optimizer(run: Reading, *keys: str) -> None:
     """The optimizer by transformers' name for it."""
     found = run.get(*keys)
@@ -69,7 +78,7 @@ def read_lora(
     """Adapters of PEFT."""
     names: Any = targets.value
     if isinstance(names, str):
-        names = ALL_LAYERS if names in ("all-linear", "all", "linear") else re.split(r"[,+ ]+", names)
+        names = (EVERY_LAYER,) if names in _EVERY_LAYER else re.split(r"[,+ ]+", names)
     if not names:
         names = ("q_proj", "v_proj")
         run.notes.append(
@@ -207,9 +216,10 @@ def _read_sharding_words(run: Reading, asked: Value, *, is_decided: bool) -> Non
 
 def read_hugging_face(run: Reading) -> None:
     """Read TrainingArguments, TRL's configurations and accelerate's. Raises ``ModelError``."""
-    trl = run.has("max_length", "max_seq_length", "packing", "dataset_name", "use_peft", "loss_type", "beta")
+    trl = run.has(
+        "max_length", "max_seq_length", "packing", "dataset_name", "use_peft", "loss_type", "beta", *_GRPO
+    )
     run.take_stack("trl-2026" if trl else "transformers-2026")
-    refuse_if_given(run, "GRPO is not modelled; --loss logprobs is its training step", *_GRPO)
     _model(run)
     run.set_world(run.get("accelerate.num_processes"))
     shard = run.get("accelerate.parallelism_config.parallelism_config_dp_shard_size")
@@ -226,6 +236,7 @@ def read_hugging_face(run: Reading) -> None:
             ),
         }
     )
+    read_transformers_plan(run)
     read_accelerate_fsdp(run, "accelerate.fsdp_config", "fsdp_config")
     mixed = run.get("accelerate.mixed_precision")
     for name in ("bf16", "fp16"):
@@ -238,7 +249,9 @@ def read_hugging_face(run: Reading) -> None:
     )
     run.option("batch_size", "per_device_train_batch_size")
     run.option("grad_accum", "gradient_accumulation_steps", "accelerate.gradient_accumulation_steps")
-    _length(run, trl)
+    generates = any(run.has(key) for key in _GRPO)
+    if not generates:
+        _length(run, trl)
     checkpointing = run.get("activation_checkpointing", "gradient_checkpointing")
     if checkpointing.given or run.policy.get("ac") != "full":
         if trl and not checkpointing.given:
@@ -263,7 +276,10 @@ def read_hugging_face(run: Reading) -> None:
             quantized="bnb-nf4" if is_on(bits) else None,
             base=bits if is_on(bits) else None,
         )
-    _loss(run)
+    if generates:
+        _generation(run)
+    else:
+        _loss(run)
 
 
 def _model(run: Reading) -> None:
@@ -276,6 +292,36 @@ def _model(run: Reading) -> None:
         run.notes.append(
             f"{dtype.key} = {dtype.value}: accelerate holds trained parameters in fp32 under mixed precision"
         )
+
+
+def _generation(run: Reading) -> None:
+    """GRPO's training step on prompts with their completions; generation is left out."""
+    prompt, completion = run.get("max_prompt_length"), run.get("max_completion_length")
+    if completion.value is None:
+        completion = Value(completion.key, 512, "trl/trainer/grpo_config.py:489", given=False)
+    if prompt.value is None:
+        run.ask("seq_len", f"the length of prompts, beside completions of {completion.value}, is in no file")
+    else:
+        run.set("seq_len", prompt.number(1) + completion.number(1), prompt, completion)
+        run.open.append(
+            "a batch is as long as its longest prompt and completion: "
+            f"{prompt.value} and {completion.value} tokens are the most"
+        )
+    said = next(found for key in _GRPO if (found := run.get(key)).given)
+    run.set("loss", "logprobs", said)
+    run.notes.append(
+        f"{said.key}: the training step of GRPO is estimated. Generation, rewards and old log-probabilities "
+        "are not in its time, and vLLM's memory on the same device (vllm_gpu_memory_utilization) is not in "
+        "its memory"
+    )
+    divergence = run.get("beta")
+    if divergence.value is None:
+        run.open.append(
+            "beta is in no file: none is estimated, as TRL has it since 2025 (0.04 before, with a reference: "
+            "--extra-model)"
+        )
+    elif float(divergence.value) and run.model is not None:
+        run.set("extra_model", "self" if "lora" in run.policy else run.model, divergence)
 
 
 def _length(run: Reading, trl: bool) -> None:

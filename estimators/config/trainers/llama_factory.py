@@ -67,6 +67,9 @@ def read_llama_factory(run: Reading) -> None:
         read_lora(run, rank, targets, quantized="bnb-nf4" if bits.value == 4 else None, base=kind)
     elif kind.word() not in ("full", ""):
         run.refuse(kind, "full and lora are modelled")
+    pixels = run.get("image_max_pixels", "image_max_resolution", "image_resolution")
+    if pixels.given:
+        run.ask("images", f"{pixels.key}: how many images a sequence has is in no file", " K")
     stage = run.get("stage")
     if stage.word() == "dpo":
         read_preference(run, stage, reference=run.get("pref_loss").word() not in _NO_REFERENCE)
@@ -116,6 +119,7 @@ def read_llama_factory_v1(run: Reading) -> None:
         run.ask(
             "norm", "kernel_config: which kernels replace the model's own depends on the machine", " fused"
         )
+    run.ask("loss", "the command (sft, dpo) is in no file; sft is estimated", " dpo --extra-model MODEL")
     peft = run.get("peft_config.name")
     kind, bits = run.get("quant_config.name", "quant_config"), run.get("quant_config.quantization_bit")
     four = bits.value == 4 or (kind.word() == "bnb" and bits.value is None)

@@ -56,6 +56,10 @@ def read_prime_rl(run: Reading) -> None:
             "dp_shard": Value("world size", -1, "torchrun", given=False),
         }
     )
+    if key("model.cp_style").word() == "ulysses" and run.mesh.get("cp", 1) > 1:
+        run.notes.append(
+            "cp_style = ulysses: estimated as ring attention, whose exchanges are larger and overlapped"
+        )
     _batch(run, is_sft)
     _memory(run)
     attention = key("model.attn")

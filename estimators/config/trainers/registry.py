@@ -45,7 +45,11 @@ def parse_registry(text: str, path: PurePath, function: str | None) -> dict[str,
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not Python: {error}") from None
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    made = [name for name, node in functions.items() if any(isinstance(one, ast.Return) for one in node.body)]
+    made = [
+        name
+        for name, node in functions.items()
+        if not name.startswith("_") and any(isinstance(one, ast.Return) for one in node.body)
+    ]
     if function is None and len(made) == 1:
         function = made[0]
     if function not in functions:

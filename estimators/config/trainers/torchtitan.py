@@ -187,7 +187,7 @@ def _precision(run: Reading) -> None:
     if run.mesh.get("tp", 1) > 1:
         sequence = run.get("parallelism.enable_sequence_parallel")
         if sequence.given and not sequence.value:
-            run.refuse(sequence, "tensor parallelism without sequence parallelism is not modelled")
+            run.set("sequence_parallel", False, sequence)
         off = run.get("parallelism.disable_loss_parallel", "training.disable_loss_parallel")
         if off.value is not None:
             run.set("loss_parallel", not off.value, off)

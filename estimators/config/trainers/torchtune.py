@@ -85,7 +85,7 @@ def _model(run: Reading) -> None:
         family = match[1].replace("_", ".")
         run.set_model(f"{family}-{match[2].replace('_', '.')}", component)
     elif name:
-        run.set_model(name, component)
+        run.no_model = f"{component.source}: {component.key} = {component.value} is not built in: add --model"
     rank = run.get("model.lora_rank")
     if rank.value is None:
         return

@@ -35,6 +35,8 @@ def read_veomni(run: Reading) -> None:
     run.set("seq_len", length.number(1), length)
     run.set("batch_size", micro.number(1), micro)
     run.accumulate(run.get("train.global_batch_size"), micro.number(1), run.data_ranks)
+    if run.has("data.mm_configs"):
+        run.ask("images", "data.mm_configs: how many images a sequence has is in no file", " K")
     dynamic = run.get("train.dyn_bsz")
     if is_on(dynamic):
         run.ask(
