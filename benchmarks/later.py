@@ -35,7 +35,8 @@ def options_of(text: str) -> dict[str, Any]:
 
 def policy_of(row: dict[str, str]) -> PolicySpec:
     """The policy of a row: its stack, and what its source says besides."""
-    return PolicySpec.from_mapping(with_stack(row["stack"], options_of(row["options"])))
+    pipelined = MeshSpec.parse(row["mesh"]).pp > 1
+    return PolicySpec.from_mapping(with_stack(row["stack"], options_of(row["options"]), pipelined=pipelined))
 
 
 def main(ids: list[str]) -> None:

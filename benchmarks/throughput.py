@@ -157,7 +157,9 @@ def read(row: dict[str, str]) -> Row:
         published=float(row["tokens_per_s_per_gpu"]),
         model=ModelSpec(source=_model(row["model"])),
         mesh=mesh,
-        policy=PolicySpec.from_mapping(policy if stack == OWN_OPTIONS else with_stack(stack, policy)),
+        policy=PolicySpec.from_mapping(
+            policy if stack == OWN_OPTIONS else with_stack(stack, policy, pipelined=mesh.pp > 1)
+        ),
         cluster=cluster,
     )
 

@@ -70,15 +70,11 @@ def make_spec(
     mesh = values.get("mesh", "dp_shard=1" if world_size is None else "dp_shard=-1")
     sizes = _mesh_of_table(mesh) if isinstance(mesh, Mapping) else MeshSpec.parse(str(mesh), world_size)
     own = values.get("policy", {})
-    policy = with_stack(values.get("stack"), own, tied=tied, names=names or {})
+    policy = with_stack(values.get("stack"), own, tied=tied, pipelined=sizes.pp > 1, names=names or {})
     left_out = {"norm", "mlp"} - own.keys() if own_norm else set()
     policy = {option: value for option, value in policy.items() if option not in left_out}
     notes = stack_notes(values.get("stack"), {*own, *left_out})
-    if sizes.pp == 1:
-        policy = {
-            option: value for option, value in policy.items() if option != "pp_end_layers" or option in own
-        }
-    elif "reshard" not in own:
+    if sizes.pp > 1 and "reshard" not in own:
         policy["reshard"] = "never"
         policy.pop("reshard_root", None)
         notes.append("reshard=never: the default with pp, as stages keep parameters between micro-batches")

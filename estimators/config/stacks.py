@@ -87,13 +87,19 @@ def stack_named(name: str) -> Stack:
 
 
 def with_stack(
-    name: str | None, policy: Mapping[str, Any], *, tied: bool = False, names: Mapping[str, str] = _OWN_NAMES
+    name: str | None,
+    policy: Mapping[str, Any],
+    *,
+    tied: bool = False,
+    pipelined: bool = False,
+    names: Mapping[str, str] = _OWN_NAMES,
 ) -> dict[str, Any]:
     """A policy's values, completed with those of a stack.
 
     If head and embedding share a parameter (``tied``), units that end in ``?`` are left to the root, and
-    units that end in ``!`` are used only then. ``names`` are the model's own names of the modules that
-    stacks name. Raises ``ModelError`` for an unknown stack.
+    units that end in ``!`` are used only then. What a stack says of pipelines has no effect without one
+    (``pipelined``). ``names`` are the model's own names of the modules that stacks name. Raises
+    ``ModelError`` for an unknown stack.
     """
     if name is None:
         return dict(policy)
@@ -102,6 +108,8 @@ def with_stack(
         **decided,
         **{option: _of_model(decided[option], tied, names) for option in _UNITS & decided.keys()},
     }
+    if not pipelined:
+        values.pop("pp_end_layers", None)
     values |= policy
     if values.get("ac", "none") != "op":
         for option in SELECTION:

@@ -6,6 +6,7 @@ units as ``wrap`` does: ``block``, ``root``, a class, a module with ``*`` for on
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 ROOT = ("",)
+EMBEDDING, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
+"""Modules of most decoders of transformers that stacks wrap; in a model that has other names, its own."""
+_NORM_NAME = re.compile(r"norm|ln_f")
 _BY_UNIT = (
     "reshard",
     "param_dtype",
@@ -265,6 +269,7 @@ def _matching(
         if not model.blocks:
             raise ModelError(f"{option}: {model.name} has no repeated block; name classes or modules to wrap")
         return [(fqn,) for fqn in (*model.towers, *model.blocks)]
+    item = "+".join(_own_name(part, names, model) for part in item.split("+"))
     if "+" in item:
         unit = tuple(item.split("+"))
         missing = next((fqn for fqn in unit if fqn not in names), None)
@@ -275,6 +280,23 @@ def _matching(
     if not found:
         raise ModelError(f"{option}: no class or module {item!r} in {model.name}")
     return found
+
+
+def _own_name(name: str, names: Mapping[str, nn.Module], model: Model) -> str:
+    """A model's own name of a module that most decoders of transformers call ``name``; otherwise ``name``."""
+    if name in names or not model.blocks:
+        return name
+    found: nn.Module | None = None
+    if name == EMBEDDING:
+        found = getattr(model.module, "get_input_embeddings", lambda: None)()
+    elif name == HEAD:
+        found = getattr(model.module, "get_output_embeddings", lambda: None)()
+    elif name == NORM:
+        blocks = model.blocks[-1].rpartition(".")[0]
+        beside = list(names[blocks.rpartition(".")[0]].named_children())
+        after = next(at for at, (_, part) in enumerate(beside) if part is names[blocks])
+        found = next((part for child, part in beside[after:] if _NORM_NAME.search(child)), None)
+    return next((fqn for fqn, part in names.items() if part is found), name)
 
 
 def _matches(item: str, fqn: str, class_name: str) -> bool:

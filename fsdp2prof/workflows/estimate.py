@@ -28,6 +28,7 @@ from fsdp2prof.estimators.models.build import builtin_of
 from fsdp2prof.estimators.models.builtin_plan import outline_of
 from fsdp2prof.estimators.models.catalog import builtin_config
 from fsdp2prof.estimators.of_run.policy import norm_of_run, values_of_run
+from fsdp2prof.estimators.sharding.wrapping import EMBEDDING, HEAD, NORM
 from fsdp2prof.estimators.techniques.registry import check_parallelism
 from fsdp2prof.estimators.techniques.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.verdict.memory_range import MeasuredPeaks
@@ -129,7 +130,8 @@ class Described:
         head.pop("layers", None)
         stages: LayersPerStage | None = values.get("stages")
         if stages is not None and "pp_schedule" not in self.given:
-            ends = with_stack(values.get("stack"), values["policy"]).get("pp_end_layers", 0)
+            decided = with_stack(values.get("stack"), values["policy"], pipelined=True)
+            ends = decided.get("pp_end_layers", 0)
             schedule = stages.schedule(layers, ends)
             values = {**values, "policy": {**values["policy"], "pp_schedule": schedule}}
         read = {"norm", "mlp"} & values.get("policy", {}).keys() - self.given
@@ -150,8 +152,8 @@ def _refuse_early(spec: EstimateSpec) -> None:
         check_parallelism(outline_of(builtin_of(spec.model)), spec.mesh, spec.policy)
 
 
-_HUGGING_FACE_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
-"""Modules of most decoders of transformers, by the names that stacks have for them."""
+_HUGGING_FACE_NAMES = {"tok_embeddings": EMBEDDING, "norm": NORM, "output": HEAD}
+"""Modules of transformers' decoders, by the names that stacks have for them."""
 
 
 def _head_of(source: object) -> dict[str, Any]:

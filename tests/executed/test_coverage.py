@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import csv
+
 import pytest
 
 from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.models.builtin_plan import outline_of
+from fsdp2prof.estimators.models.catalog import builtin_config
+from fsdp2prof.estimators.techniques.registry import check_parallelism
 from fsdp2prof.estimators.verdict.step_range import speed_class
 
 coverage = pytest.importorskip("benchmarks.coverage")
+later = pytest.importorskip("benchmarks.later")
 
 
 def outcome(source, score, **more):
@@ -21,6 +27,15 @@ def outcome(source, score, **more):
         "alternatives": 0.0,
     }
     return coverage.Outcome(source=source, score=score, **{**values, **more})
+
+
+def test_every_published_run_can_be_described():
+    with later.TABLE.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows
+    for row in rows:
+        model = outline_of(builtin_config(row["model"]))
+        check_parallelism(model, MeshSpec.parse(row["mesh"]), later.policy_of(row))
 
 
 def test_each_source_weighs_the_same():

@@ -383,7 +383,7 @@ def test_a_kernel_in_place_leaves_the_gradient_where_the_logits_were(tp: int) ->
         gradients: list[Tensor] = []
         logits.register_hook(gradients.append)
         given = DTensor.from_local(logits, mesh["tp"], [Shard(-1)]) if tp > 1 else logits
-        logits_loss(given, torch.zeros(1, 32, dtype=torch.long), "in-place").backward()  # type: ignore[no-untyped-call]
+        logits_loss(given, torch.zeros(1, 32, dtype=torch.long), "in-place").backward()
     assert gradients[0].untyped_storage()._cdata == logits.untyped_storage()._cdata
     assert present(head.grad).shape == head.shape
 

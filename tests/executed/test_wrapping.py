@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,15 @@ from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.execution.stitching import execute_stitched
 from fsdp2prof.estimators.models.build import build_model
-from fsdp2prof.estimators.sharding.wrapping import fold_blocks, names_a_block, reshard_rule, wrap_units
+from fsdp2prof.estimators.sharding.wrapping import (
+    EMBEDDING,
+    HEAD,
+    NORM,
+    fold_blocks,
+    names_a_block,
+    reshard_rule,
+    wrap_units,
+)
 
 LLAMA = ModelSpec(source="llama3-8b", layers=3)
 TODAY: dict[str, Any] = {"wrap": "block,tok_embeddings,norm+output", "clip_grad": False}
@@ -163,3 +172,26 @@ def test_a_unit_that_backward_does_not_gather_is_gathered_once() -> None:
         if row.op == "all_gather":
             counted[row.fqn or ""] += row.count
     assert executed == counted == {"": 1, "tok_embeddings": 1, "layers.0": 2}
+
+
+CONFIGS = Path(__file__).parents[1] / "data" / "configs"
+
+
+@pytest.mark.parametrize(
+    ("config", "embedding", "ends"),
+    [
+        ("phi-2", "model.embed_tokens", ("model.final_layernorm", "lm_head")),
+        ("gpt-neox-20b", "gpt_neox.embed_in", ("gpt_neox.final_layer_norm", "lm_head")),
+        ("qwen3-vl-8b", "model.language_model.embed_tokens", ("model.language_model.norm", "lm_head")),
+    ],
+)
+def test_modules_that_stacks_wrap_have_each_models_own_names(
+    config: str, embedding: str, ends: tuple[str, ...]
+) -> None:
+    spec = ModelSpec(source=str(CONFIGS / f"{config}.json"), layers=1)
+    settings: dict[str, Any] = {"wrap": f"block,{EMBEDDING},{NORM}+{HEAD}"}
+    policy = PolicySpec(**settings, reshard=ByUnit(base="always", units=((f"{NORM}+{HEAD}", "never"),)))
+    model = build_model(spec, seq_len=16, orig_dtype="float32")
+    units = {unit.fqns: unit.reshard_after_forward for unit in wrap_units(model, policy)}
+    assert units[(embedding,)] is True
+    assert units[ends] is False
