@@ -135,16 +135,20 @@ def launch_calls(trace: Trace) -> LaunchTable:
 
 def _captured(events: EventTable, calls: IntArray) -> BoolArray:
     """Mask of the calls that a thread made while it captured a graph."""
-    names, start, thread = events.name.take(calls), events.start_ns[calls], events.thread[calls]
-    edges = np.flatnonzero(
-        names.matches(lambda call: backends.begins_capture(call) or backends.ends_capture(call))
-    )
+    start, thread = events.start_ns[calls], events.thread[calls]
     captured = np.zeros(len(calls), dtype=np.bool_)
-    for row, begins, ends in backends.captures(
-        (int(start[i]), int(thread[i]), names[i] or "") for i in edges.tolist()
-    ):
+    for row, begins, ends in graph_captures(events, calls):
         captured |= (thread == row) & (start >= begins) & (start < ends)
     return captured
+
+
+def graph_captures(events: EventTable, calls: IntArray) -> list[tuple[int, float, float]]:
+    """Return thread, begin and end of each capture of a graph among the runtime's calls."""
+    names = events.name.take(calls)
+    edges = calls[names.matches(lambda call: backends.begins_capture(call) or backends.ends_capture(call))]
+    return backends.captures(
+        (int(events.start_ns[i]), int(events.thread[i]), events.name[i] or "") for i in edges.tolist()
+    )
 
 
 def _leaves_records(names: Strings, has_record: BoolArray) -> BoolArray:

@@ -7,6 +7,7 @@ import numpy as np
 
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
+from fsdp2prof.analyzers.launches import graph_captures, runtime_calls
 from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.analyzers.trace.script import OF_FORWARD
@@ -105,8 +106,8 @@ def compiling(tables: RankTables) -> Intervals:
 
 
 def recording_graphs(tables: RankTables) -> Intervals:
-    """Intervals in which torch.compile recorded CUDA graphs: every call of compiled code that records or
-    prepares one.
+    """Intervals in which CUDA graphs were captured; of torch.compile, every call of compiled code that
+    records or prepares one.
 
     Before each it waits for the whole device, which compiled code does for no other reason.
     """
@@ -114,7 +115,9 @@ def recording_graphs(tables: RankTables) -> Intervals:
     host = events.thread >= 0
     records = events.name.equals(_RECORDS_A_GRAPH) & host
     if not records.any():
-        return intervals.EMPTY
+        captures = graph_captures(events, runtime_calls(events))
+        spans = [(begin, end) for _, begin, end in captures if np.isfinite(end - begin)]
+        return intervals.union(*np.array(spans, dtype=np.int64).reshape(-1, 2).T)
     marks = np.flatnonzero(records | events.name.matches(_stops_for_the_device) & host)
     calls = np.flatnonzero(events.name.matches(lambda name: name.startswith(_RUNS_COMPILED)) & host)
     within = np.zeros(len(calls), dtype=np.bool_)

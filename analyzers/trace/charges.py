@@ -479,9 +479,18 @@ _NAMES_A_PAUSE = frozenset({"user_annotation", "cpu_op", "python_function"})
 
 
 def _says_nothing(name: str) -> bool:
-    """Whether a range only says that a step, a hook of FSDP's or autograd ran."""
+    """Whether a range only says that a step, a hook of FSDP's, autograd or generated code ran."""
     return name.startswith(
-        (STEP_LABEL, "FSDP::", "fsdp2prof::root", "Optimizer.", "autograd::", "gloo:", "nccl:")
+        (
+            STEP_LABEL,
+            "FSDP::",
+            "fsdp2prof::root",
+            "Optimizer.",
+            "autograd::",
+            "gloo:",
+            "nccl:",
+            "<eval_with_key>",
+        )
     )
 
 

@@ -14,6 +14,7 @@ from synthetic import Schedule, record, transformer, write
 from fsdp2prof.analyzers.steps import host_steps
 from fsdp2prof.analyzers.trace.accounting import breakdown, operations, step_flops
 from fsdp2prof.analyzers.trace.analysis import References, analyze_rank, throughput
+from fsdp2prof.analyzers.trace.charges import rank_charges
 from fsdp2prof.analyzers.trace.idle import idle_causes
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.readers.trace.chrome_trace import read_trace
@@ -91,6 +92,21 @@ def test_a_batch_that_is_not_there_is_the_data_loaders() -> None:
     trace.device("gemm", 10, 20, launch=5)
     trace.device("gemm", 50, 60, launch=48)
     assert causes(trace) == [{"host_bound": (25 - 20) + (48 - 45), "data_loader": 20, "queued": 2}]
+
+
+def test_idle_time_of_a_capture_by_hand_is_capturings() -> None:
+    trace = TraceBuilder()
+    trace.label("ProfilerStep#1", 0, 100)
+    trace.device("gemm", 0, 10, launch=0)
+    trace.host("cudaStreamBeginCapture", 10, 12, "cuda_runtime")
+    trace.host("<eval_with_key>.50(4): forward", 12, 84, "python_function")
+    trace.host("cudaStreamEndCapture", 84, 86, "cuda_runtime")
+    trace.device("gemm", 92, 100, launch=90)
+    charges = rank_charges(rank_tables(trace.build()), 0).own
+    captured = [one for one in charges if one.cause == "compilation"]
+    assert {one.why for one in captured} == {"graphs"}
+    assert 70 <= sum(one.ns for one in captured) <= 86
+    assert not {one.site for one in charges} & {"<eval_with_key>.50(4): forward"}
 
 
 ACTIVITY = st.tuples(st.integers(0, 80), st.integers(0, 20), st.integers(0, 2), st.integers(-1, 100))
