@@ -108,8 +108,7 @@ def with_stack(
         **decided,
         **{option: _of_model(decided[option], tied, names) for option in _UNITS & decided.keys()},
     }
-    if not pipelined:
-        values.pop("pp_end_layers", None)
+    values.pop("sync" if pipelined else "pp_end_layers", None)  # a schedule reduces after its last backward
     values |= policy
     if values.get("ac", "none") != "op":
         for option in SELECTION:

@@ -13,9 +13,18 @@ class Images(Technique):
     """Images in the batches (``images``, ``image_size``)."""
 
     def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
-        """Refuse tensor parallelism."""
+        """Refuse tensor parallelism, and a tower that no batch reaches beside gradients that accumulate."""
         if policy.images and mesh.tp > 1:
             raise ModelError("images: a vision tower under tensor parallelism is not modelled: leave tp at 1")
+        idle = tuple(f"{fqn}." for fqn in model.idle)
+        unreached = [fqn for fqn in model.towers if fqn.startswith(idle)]
+        accumulates = policy.grad_accum > 1 and policy.sync == "last" and mesh.pp == 1
+        if unreached and accumulates and not policy.images and "block" in policy.wrap:
+            raise ModelError(
+                f"no batch reaches {unreached[0]}, and FSDP2 fails to accumulate gradients over "
+                "micro-batches beside a unit that was never gathered: add images=N, or sync=each, which "
+                "reduces each time"
+            )
 
     def change_model(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
         """Bring images in its batches."""

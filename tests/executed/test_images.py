@@ -89,6 +89,16 @@ def test_arguments_that_are_not_modelled_are_named() -> None:
         with_images(build_model(spec, seq_len=64), policy())
 
 
+def test_a_tower_that_nothing_reaches_beside_gradients_that_accumulate_is_refused() -> None:
+    spec, mesh = ModelSpec(source=str(CONFIGS / "qwen2.5-vl-7b.json"), layers=1), MeshSpec(dp_shard=8)
+    how = {"images": 0, "seq_len": 64, "grad_accum": 2}
+    with pytest.raises(
+        ModelError, match=r"no batch reaches model\.visual\.blocks\.0.*add images=N, or sync=each"
+    ):
+        estimate_memory(spec, mesh, policy(**how))
+    assert estimate_memory(spec, mesh, policy(**how, sync="each")).peak.active_bytes
+
+
 def test_a_size_without_images_is_refused() -> None:
     with pytest.raises(ModelError, match="image_size: there is no image; add images=N"):
         PolicySpec.from_mapping({"image_size": "64x64"})

@@ -10,6 +10,7 @@ import pytest
 
 from fsdp2prof.errors import InputError, ModelError
 from fsdp2prof.estimators.config.inputs import make_spec
+from fsdp2prof.estimators.config.stacks import with_stack
 from fsdp2prof.estimators.config.trainers import TrainerRun, read_trainer_files
 from fsdp2prof.estimators.models.catalog import builtin_config
 from fsdp2prof.workflows.estimate import describe
@@ -931,3 +932,13 @@ def test_a_loss_without_upcast_and_foreign_kernels_of_automodel(tmp_path: Path) 
     text += f"loss_fn: {{_target_: {target}, fp32_upcast: false}}\n"
     policy = read(tmp_path, ("run.yaml", text), world_size=8).values["policy"]
     assert (policy["loss"], policy["fused_kernels"]) == ("native", True)
+
+
+@pytest.mark.parametrize(
+    "stack", ["torchtitan-2024-07", "torchtitan-2026-08", "torchtune-0.6", "prime-rl-2026", "veomni-2026"]
+)
+def test_loops_that_leave_fsdp2_alone_reduce_every_micro_batch(stack: str) -> None:
+    """Except in a pipeline, whose schedule reduces after its last backward."""
+    assert with_stack(stack, {})["sync"] == "each"
+    assert "sync" not in with_stack(stack, {}, pipelined=True)
+    assert with_stack(stack, {"sync": "last"})["sync"] == "last"
