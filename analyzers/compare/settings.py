@@ -9,6 +9,7 @@ from dataclasses import replace
 from fsdp2prof.analyzers.layers import FOLD_FROM, families, family_name
 from fsdp2prof.results.comparison import SettingChange
 from fsdp2prof.results.run import RunSummary, ShardGroup
+from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.vocabulary import dtype_label
 
 _NAMED = re.compile(r"-*(?P<name>[A-Za-z_][\w.-]*)=(?P<value>.*)", re.DOTALL)
@@ -22,6 +23,17 @@ def setting_changes(before: RunSummary | None, after: RunSummary | None) -> list
     if before is None or after is None:
         return []
     return changed(_setup(before), _setup(after))
+
+
+def device_changes(before: TraceAnalysis | None, after: TraceAnalysis | None) -> list[SettingChange]:
+    """Return the change of device between two traces that name theirs."""
+    names = [_device_names(side) for side in (before, after)]
+    return changed({"device": names[0]}, {"device": names[1]}) if all(names) else []
+
+
+def _device_names(trace: TraceAnalysis | None) -> str:
+    ranks = [] if trace is None else trace.ranks
+    return ", ".join(sorted({rank.device_name for rank in ranks if rank.device_name is not None}))
 
 
 def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[SettingChange]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from fsdp2prof.analyzers.compare.communication import communication_changes, largest_first
 from fsdp2prof.analyzers.compare.memory_peaks import compare_peaks
-from fsdp2prof.analyzers.compare.settings import fold_settings, setting_changes
+from fsdp2prof.analyzers.compare.settings import device_changes, fold_settings, setting_changes
 from fsdp2prof.analyzers.compare.times import (
     beyond_spread,
     exposed_change,
@@ -162,7 +162,7 @@ def compare(before: Side, after: Side) -> RunComparison:
         )
     peaks = [peak_change(before.peaks[a], after.peaks[b], a, b) for a, b in pairs]
     peaks.sort(key=lambda row: -row.delta_allocated_bytes)
-    settings = setting_changes(before.run, after.run)
+    settings = setting_changes(before.run, after.run) or device_changes(before.trace, after.trace)
     machine = machine_change(_processors(before), _processors(after))
     comparison = RunComparison(
         before=_describe(before, spreads[0]),

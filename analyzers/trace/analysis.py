@@ -197,6 +197,7 @@ def analyze_tables(tables: RankTables, *, default_rank: int = 0) -> RankAnalysis
         rank=rank,
         world_size=world_size,
         device_type=trace.device.type,
+        device_name=trace.device.name or None,
         steps=_steps(tables),
         communication=by_layer.communication(tables.run, tables.windows, tables.exposure),
         source=trace.source,

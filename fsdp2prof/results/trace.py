@@ -125,6 +125,8 @@ class RankTrace:
     communication: Communication
     source: str
     """Path of the trace."""
+    device_name: str | None = None
+    """Model of the device as the trace gives it: ``NVIDIA H100 80GB HBM3``; null if it gives none."""
     state: str | None = None
     """State in the rank's manifest: complete, partial, crashed; null without a manifest."""
     throughput: Throughput | None = None

@@ -13,13 +13,14 @@ from support.results import MS, run_summary, trace_analysis
 from synthetic import Schedule, record, transformer, write, write_run
 
 import fsdp2prof
-from fsdp2prof.analyzers.compare.settings import changed
+from fsdp2prof.analyzers.compare.settings import changed, device_changes
 from fsdp2prof.analyzers.compare.sides import Side, compare
 from fsdp2prof.analyzers.fail_on import check, judge, parse
 from fsdp2prof.analyzers.ledger.machine_rules import processor_use, starved_ranks
 from fsdp2prof.errors import InputError
 from fsdp2prof.manifest import HostStep, RankManifest, StepInfo
 from fsdp2prof.results.run import ProcessorUse, RunSummary, StepTime
+from fsdp2prof.results.trace import TraceAnalysis
 
 LAYERS = transformer(
     8, forward_ns=2 * MS, backward_ns=3 * MS, all_gather_ns=MS // 10, reduce_scatter_ns=MS // 10
@@ -103,6 +104,19 @@ def test_a_cut_capture_is_refused_beside_steps_and_as_a_baseline(
 )
 def test_a_changed_argument_is_named_and_a_port_is_not(before: str, after: str, names: list[str]) -> None:
     assert [one.name for one in changed({"command": before}, {"command": after})] == names
+
+
+def test_traces_of_different_devices_say_so() -> None:
+    def trace(*names: str | None) -> TraceAnalysis:
+        base = trace_analysis()
+        ranks = [replace(base.ranks[0], rank=i, device_name=name) for i, name in enumerate(names)]
+        return replace(base, ranks=ranks)
+
+    changes = device_changes(trace("H100", "H100"), trace("MI300X", "MI300X"))
+    assert [(one.name, one.before, one.after) for one in changes] == [("device", "H100", "MI300X")]
+    assert device_changes(trace("H100", None), trace("H100")) == []
+    assert device_changes(trace("H100"), trace(None)) == []
+    assert device_changes(None, trace("H100")) == []
 
 
 def test_a_port_in_an_address_is_no_change() -> None:

@@ -134,7 +134,7 @@ def _who(analysis: TraceAnalysis) -> str:
 
 def _what(analysis: TraceAnalysis) -> str:
     """Return device, steps, and the ranks that did not end well."""
-    devices = ", ".join(sorted({rank.device_type for rank in analysis.ranks}))
+    devices = ", ".join(sorted({rank.device_name or rank.device_type for rank in analysis.ranks}))
     unfinished = [
         f"rank {rank.rank} {rank.state}"
         for rank in analysis.ranks
