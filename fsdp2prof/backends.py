@@ -336,6 +336,7 @@ _MEMORY = re.compile(
 _FUSED = re.compile(r"^triton_|flash|fmha|gemm", re.IGNORECASE)
 
 
+@lru_cache(maxsize=4096)
 def moves_memory(name: str) -> bool:
     """Whether this is a torch kernel that reads and writes whole tensors and computes almost nothing."""
     return _MEMORY.search(name) is not None and _FUSED.search(name) is None

@@ -66,6 +66,7 @@ def kinds_of_compute(tables: RankTables, work: WorkTable) -> IntArray:
     return found
 
 
+@lru_cache(maxsize=1 << 15)
 def _matches(pattern: re.Pattern[str], name: str) -> bool:
     return pattern.search(name) is not None
 

@@ -333,10 +333,8 @@ def _of_layer(name: str) -> bool:
 
 def _runs(same: BoolArray, least: int) -> Iterator[tuple[int, int]]:
     """Yield ``[first, last)`` of each run of true values of at least a given length."""
-    edges = np.flatnonzero(np.diff(same.astype(np.int8), prepend=0, append=0))
-    for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-        if last - first >= least:
-            yield first, last
+    edges = np.flatnonzero(np.diff(same.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+    yield from edges[edges[:, 1] - edges[:, 0] >= least].tolist()
 
 
 def _modules(tables: RankTables) -> dict[str, int]:

@@ -116,11 +116,13 @@ def fold(spans: SpanTable, most: int) -> tuple[SpanTable, int]:
     resolution = 0
     if len(spans) > most:
         length = int(spans.end_ns.max() - spans.start_ns.min())
-        original = spans
+        spans = spans.take(np.lexsort((spans.start_ns, spans.lane.codes)))
+        reached = _running_end(spans)
         for resolution, mixed, all_lanes in _coarser(length):
-            spans = _folded(original, resolution, mixed, all_lanes)
-            if len(spans) <= most:
+            opens = _opens(spans, reached, resolution, mixed, all_lanes)
+            if np.count_nonzero(opens) <= most:
                 break
+        spans = _folded(spans, reached, opens)
     return spans, resolution
 
 
@@ -133,16 +135,14 @@ def _coarser(length: int) -> Iterator[tuple[int, bool, bool]]:
     yield 2 * length + 1, True, True
 
 
-def _folded(spans: SpanTable, gap_ns: int, mixed: bool, all_lanes: bool) -> SpanTable:
-    """Fold neighbours of a lane and layer at most ``gap_ns`` apart.
+def _opens(spans: SpanTable, reached: IntArray, gap_ns: int, mixed: bool, all_lanes: bool) -> BoolArray:
+    """Mask of the spans that are not folded into the one before them.
 
-    ``mixed``: those that are shorter than that and begin in the same interval, for any layers.
+    Neighbours of a lane and layer at most ``gap_ns`` apart are; ``mixed``: those that are shorter than that
+    and begin in the same interval, for any layers.
     """
     lane = spans.lane.codes
-    order = np.lexsort((spans.start_ns, lane))
-    spans, lane = spans.take(order), lane[order]
     opens = np.ones(len(spans), dtype=np.bool_)
-    reached = _running_end(spans)
     opens[1:] = lane[1:] != lane[:-1]
     if mixed:
         stretch = spans.start_ns // gap_ns
@@ -155,11 +155,17 @@ def _folded(spans: SpanTable, gap_ns: int, mixed: bool, all_lanes: bool) -> Span
     if not all_lanes:
         opens |= _in_collective_lane(spans)
         opens[1:] |= opens[1:] | _in_collective_lane(spans)[:-1]
+    return opens
+
+
+def _folded(spans: SpanTable, reached: IntArray, opens: BoolArray) -> SpanTable:
+    """Fold spans into the last before them that opens."""
     first = np.flatnonzero(opens)
-    group = np.cumsum(opens) - 1
-    longest = np.lexsort((spans.end_ns - spans.start_ns, group))[np.append(first[1:], len(spans)) - 1]
-    alone = np.diff(np.append(first, len(spans))) == 1
-    overlapping = np.append(spans.start_ns[1:] < reached[:-1], False) if len(spans) else opens
+    counts = np.diff(np.append(first, len(spans)))
+    length, alone = spans.end_ns - spans.start_ns, counts == 1
+    is_longest = length == np.repeat(np.maximum.reduceat(length, first), counts)
+    longest = np.maximum.reduceat(np.where(is_longest, np.arange(len(spans)), -1), first)
+    overlapping = np.append(spans.start_ns[1:] < reached[:-1], False)
     busy = np.add.reduceat(spans.busy_ns, first)
     end = np.maximum.reduceat(spans.end_ns, first)
     if overlapping.any():

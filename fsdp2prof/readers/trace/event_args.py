@@ -254,11 +254,10 @@ def _is_in_place(name: str) -> bool:
 
 def recorded_shapes(events: list[Complete], args: list[Args], rows: list[int]) -> list[Shape]:
     """Recorded inputs of those rows that have any, and of every operator that takes a tensor in float64."""
-    double = (
-        row
-        for row, one in enumerate(args)
-        if one.input_types is not NO_TEXT and _DOUBLE in bytes(one.input_types)
-    )
+    types = [one.input_types for one in args]
+    double: Iterable[int] = ()
+    if _DOUBLE in b",".join(types):
+        double = (row for row, one in enumerate(types) if one is not NO_TEXT and _DOUBLE in bytes(one))
     return [
         (i, events[i].name, _shapes(_compact(args[i].input_dims)), _compact(args[i].input_types))
         for i in sorted({*rows, *double})
