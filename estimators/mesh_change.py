@@ -11,12 +11,15 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp2prof.analyzers.whatif.changes import Change, Changed, NotApplicableError
-from fsdp2prof.analyzers.whatif.program import Activity, Job, Point, RankProgram
+import numpy as np
+
+from fsdp2prof.analyzers.whatif.changes import Change, Changed, NotApplicableError, rounded
+from fsdp2prof.analyzers.whatif.program import Activities, Job, Points, RankProgram
 from fsdp2prof.errors import ModelError, UsageError
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.timeline.costs import HostPace, transfer
+from fsdp2prof.tables.columns import BoolArray, IntArray, Strings, concat_tables
 
 _SHARDED = ("all_gather", "reduce_scatter")
 _GROUP = "dp_replicate of the new mesh"
@@ -51,12 +54,13 @@ def mesh_change(value: str, cluster: Cluster | None) -> Change:
         kept = old.dp_shard / new.dp_shard
         pace = changed.pace
 
-        def activity_ns(one: Activity) -> int:
-            time = pace.activity_ns(one)
-            return round(time * kept) if _on_shards(one) else time
+        def activity_ns(program: RankProgram) -> IntArray:
+            time = pace.activity_ns(program)
+            return np.where(_on_shards(program.activities), rounded(time * kept), time)
 
-        def host_ns(point: Point) -> int:
-            return pace.host_ns(point) - point.update_ns + round(point.update_ns * kept)
+        def host_ns(program: RankProgram) -> IntArray:
+            updates = program.points.update_ns
+            return pace.host_ns(program) - updates + rounded(updates * kept)
 
         return replace(
             changed,
@@ -69,20 +73,26 @@ def mesh_change(value: str, cluster: Cluster | None) -> Change:
     return Change("mesh", value, f"a mesh of {new}", apply)
 
 
-def _on_shards(one: Activity) -> bool:
-    """Whether an activity goes over a rank's shards: it grows with them."""
-    return one.role == "copy_in" or (one.kind == "compute" and one.phase == "optimizer")
+def _on_shards(table: Activities) -> BoolArray:
+    """Mask of the activities that go over a rank's shards: they grow with them."""
+    return table.role.equals("copy_in") | (table.kind.equals("compute") & table.phase.equals("optimizer"))
+
+
+def _of_layers(program: RankProgram) -> IntArray:
+    """Return the collectives of layers."""
+    table = program.activities
+    return np.flatnonzero(table.kind.equals("collective") & (table.fqn.codes >= 0) & program.launched)
 
 
 def _recorded_mesh(job: Job) -> MeshSpec:
     """Return shards and replicas by the sizes of the groups that the layers' collectives were in."""
     sizes: dict[str, set[int]] = defaultdict(set)
     for program in job:
-        for one in program.activities.values():
-            if one.kind == "collective" and one.fqn is not None:
-                sizes[one.op].add(one.group_size)
-                if one.payload_bytes <= 0 or one.group_size <= 0:
-                    raise NotApplicableError("the traces do not say how many bytes or ranks a collective has")
+        table = program.activities.take(_of_layers(program))
+        if min(table.payload_bytes.min(initial=1), table.group_size.min(initial=1)) <= 0:
+            raise NotApplicableError("the traces do not say how many bytes or ranks a collective has")
+        for op, size in zip(table.op.to_list(), table.group_size.tolist(), strict=True):
+            sizes[op or ""].add(size)
     shards = sizes["all_gather"] | sizes["reduce_scatter"]
     if not shards:
         raise NotApplicableError("the traces name no layer's all-gather (no FSDP labels)")
@@ -126,19 +136,19 @@ class _Costs:
     model: Callable[[str, int, MeshSpec], float]
     """(operation, payload in bytes, mesh) -> time of any unit."""
 
-    def of(self, one: Activity) -> int:
-        """Return the new transfer of a recorded collective, in nanoseconds."""
-        payload = one.payload_bytes
-        if one.op == "all_reduce":
+    def of(self, op: str, recorded: int, transfer_ns: int) -> int:
+        """Return the new transfer of a collective with a recorded payload and transfer, in nanoseconds."""
+        payload = recorded
+        if op == "all_reduce":
             payload = payload * self.old.dp_shard // self.new.dp_shard
-        before = self.model(one.op, one.payload_bytes, self.old)
-        return max(1, round(one.transfer_ns * self.model(one.op, payload, self.new) / before))
+        before = self.model(op, recorded, self.old)
+        return max(1, round(transfer_ns * self.model(op, payload, self.new) / before))
 
-    def all_reduce(self, scatter: Activity) -> int:
+    def all_reduce(self, recorded: int, transfer_ns: int) -> int:
         """Return the time of reducing a reduce-scatter's result over replicas, in nanoseconds."""
-        before = self.model("reduce_scatter", scatter.payload_bytes, self.old)
-        payload = scatter.payload_bytes // self.new.dp_shard
-        return max(1, round(scatter.transfer_ns * self.model("all_reduce", payload, self.new) / before))
+        before = self.model("reduce_scatter", recorded, self.old)
+        payload = recorded // self.new.dp_shard
+        return max(1, round(transfer_ns * self.model("all_reduce", payload, self.new) / before))
 
 
 def _costs(job: Job, old: MeshSpec, new: MeshSpec, cluster: Cluster | None) -> _Costs:
@@ -171,12 +181,11 @@ class _Meetings:
     """Numbers the collectives in which ranks of the new groups meet."""
 
     def __init__(self, job: Job) -> None:
-        self._next = 1 + max((one.meeting for p in job for one in p.activities.values()), default=-1)
+        self._next = 1 + max((int(one.activities.meeting.max(initial=-1)) for one in job), default=-1)
         self._known: dict[tuple[object, ...], int] = {}
 
-    def number(self, one: Activity, nth: int, group: int) -> int:
-        """Return the number of the n-th collective of its kind of a layer, step and phase."""
-        key = (one.op, one.fqn, one.phase, one.step, nth, group)
+    def number(self, key: tuple[object, ...]) -> int:
+        """Return the number of a collective: its kind, layer, phase, step, place among these, and group."""
         if key not in self._known:
             self._known[key] = self._next
             self._next += 1
@@ -185,109 +194,127 @@ class _Meetings:
 
 def _remeshed(program: RankProgram, new: MeshSpec, costs: _Costs, meetings: _Meetings) -> RankProgram:
     """Return one rank's program on the new mesh."""
+    table = program.activities
+    rows = _of_layers(program)
+    changed = ("transfer_ns", "group_size", "meeting", "stream")
+    columns = {name: getattr(table, name).copy() for name in changed}
     seen: dict[tuple[object, ...], int] = defaultdict(int)
-    images: dict[int, Activity] = {}
-    added: dict[int, Activity] = {}
-    free = 1 + max(program.activities, default=0)
-    stream = 1 + max((one.stream for one in program.activities.values()), default=0)
-    for index, one in sorted(program.activities.items()):
-        if one.kind != "collective" or one.fqn is None:
+    added: dict[int, int] = {}
+    reduced: list[tuple[int, int]] = []
+    named = zip(*(one.take(rows).to_list() for one in (table.op, table.fqn, table.phase)), strict=True)
+    for row, (op, fqn, phase) in zip(rows.tolist(), named, strict=True):
+        key = op, fqn, phase, int(table.step[row])
+        nth = seen[key]
+        seen[key] += 1
+        payload, time = int(table.payload_bytes[row]), int(table.transfer_ns[row])
+        meets = table.meeting[row] >= 0
+        replicas = new.dp_replicate, program.rank % new.dp_shard
+        if op == "all_reduce" and new.dp_replicate == 1:
             continue
-        nth = seen[one.op, one.fqn, one.phase, one.step]
-        seen[one.op, one.fqn, one.phase, one.step] += 1
-        if one.op == "all_reduce":
-            if new.dp_replicate > 1:
-                images[index] = _moved(
-                    one, costs.of(one), new.dp_replicate, meetings, nth, program.rank % new.dp_shard
-                )
-            continue
-        images[index] = _moved(one, costs.of(one), new.dp_shard, meetings, nth, program.rank // new.dp_shard)
-        if one.op == "reduce_scatter" and new.dp_replicate > 1 and costs.old.dp_replicate == 1:
-            reduced = replace(
-                one,
-                index=free,
-                op="all_reduce",
-                group=_GROUP,
-                payload_bytes=one.payload_bytes // new.dp_shard,
-                stream=stream,
-                rules=frozenset(),
-                after=(),
-                gap=0,
-            )
-            added[index] = _moved(
-                reduced, costs.all_reduce(one), new.dp_replicate, meetings, nth, program.rank % new.dp_shard
-            )
-            free += 1
-    dropped = {
-        index
-        for index, one in program.activities.items()
-        if one.op == "all_reduce" and one.fqn is not None and new.dp_replicate == 1
-    }
-    return _rewritten(program, images, added, dropped)
+        columns["transfer_ns"][row] = costs.of(op or "", payload, time)
+        ranks, group = replicas if op == "all_reduce" else (new.dp_shard, program.rank // new.dp_shard)
+        columns["group_size"][row] = ranks
+        columns["meeting"][row] = meetings.number((*key, nth, group)) if meets else -1
+        if op == "reduce_scatter" and new.dp_replicate > 1 and costs.old.dp_replicate == 1:
+            added[row] = len(table) + len(added)
+            meeting = meetings.number(("all_reduce", *key[1:], nth, replicas[1])) if meets else -1
+            reduced.append((costs.all_reduce(payload, time), meeting))
+    _follow(program, columns["stream"], added)
+    dropped = _mask_of(program, [] if new.dp_replicate > 1 else rows[table.op.equals("all_reduce")[rows]])
+    columns["after"] = np.where(dropped[table.after] & (table.after >= 0), -1, table.after)
+    moved = table.with_columns(**columns)
+    if added:
+        scatters = table.take(np.array([*added]))
+        count = len(scatters)
+        none, zero = np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.int64)
+        time, meeting = np.array(reduced, dtype=np.int64).T
+        all_reduces = scatters.with_columns(
+            op=Strings.full(count, "all_reduce"),
+            group=Strings.full(count, _GROUP),
+            payload_bytes=scatters.payload_bytes // new.dp_shard,
+            stream=np.full(count, _free_stream(program)),
+            group_size=np.full(count, new.dp_replicate),
+            meeting=meeting,
+            transfer_ns=time,
+            rules=zero,
+            after=none,
+            gap=zero,
+        )
+        moved = concat_tables([moved, all_reduces])
+    return replace(program, points=_points(program, added, dropped), activities=moved)
 
 
-def _moved(one: Activity, time: int, ranks: int, meetings: _Meetings, nth: int, group: int) -> Activity:
-    meeting = meetings.number(one, nth, group) if one.meeting >= 0 else -1
-    return replace(one, transfer_ns=time, group_size=ranks, meeting=meeting)
+def _mask_of(program: RankProgram, rows: Sequence[int] | IntArray) -> BoolArray:
+    mask = np.zeros(len(program.activities), dtype=np.bool_)
+    mask[np.asarray(rows, dtype=np.int64)] = True
+    return mask
 
 
-def _rewritten(
-    program: RankProgram, images: dict[int, Activity], added: dict[int, Activity], dropped: set[int]
-) -> RankProgram:
-    """Put changed activities in the place of recorded ones, and all-reduces behind their reduce-scatters."""
-    _follow(program.points, images, added)
+def _free_stream(program: RankProgram) -> int:
+    return 1 + int(program.activities.stream.max(initial=0))
 
-    def image(one: Activity | None) -> Activity | None:
-        return None if one is None or one.index in dropped else images.get(one.index, one)
 
-    for one in images.values():
-        one.after = tuple(found for cause in one.after if (found := image(cause)) is not None)
-    points: list[Point] = []
-    awaiting: dict[int, Activity] = {}
-    issued: list[Activity] = []
-    for point in program.points:
-        launched, awaited = point.launches, point.awaits
-        if point.label.startswith(_LAST_WAITS) and not point.opens and program.on_device:
-            points += [replace(_at(point), needs=one) for one in issued]
+def _points(program: RankProgram, added: dict[int, int], dropped: BoolArray) -> Points:
+    """Return the points without the activities that are dropped, with all-reduces after their
+    reduce-scatters; on a device, the compute stream waits for them at the end of the backward."""
+    points, on_device = program.points, program.on_device
+    columns = {}
+    for name in ("launches", "awaits", "needs"):
+        column = getattr(points, name)
+        columns[name] = np.where((column >= 0) & dropped[column], -1, column)
+    kept = points.with_columns(**columns)
+    ends = points.label.matches(lambda name: name.startswith(_LAST_WAITS)) & ~points.opens & on_device
+    scatters = np.append(_mask_of(program, [*added]), False)
+    new: dict[str, list[int]] = {"launches": [], "awaits": [], "needs": []}
+    work, beside, order = [], [], []
+    issued: list[int] = []
+
+    def insert(at: int, place: int, name: str, one: int, work_ns: int = 0) -> None:
+        for other, column in new.items():
+            column.append(one if other == name else -1)
+        work.append(work_ns)
+        beside.append(at)
+        order.append(2 * at + place)
+
+    for at in np.flatnonzero(ends | scatters[points.launches] | scatters[points.awaits]).tolist():
+        launched, awaited = added.get(int(points.launches[at])), added.get(int(points.awaits[at]))
+        if ends[at]:
+            for one in issued:
+                insert(at, -1, "needs", one)
             issued = []
-        made = replace(point, launches=image(launched), awaits=image(awaited), needs=image(point.needs))
-        points.append(made)
-        if launched is not None and launched.index in added:
-            issued.append(added[launched.index])
-            if program.on_device:
-                points += _issues(point, added[launched.index], on_device=True)
-            else:
-                awaiting[launched.index] = added[launched.index]
-        if awaited is not None and awaited.index in awaiting:
-            points += _issues(point, awaiting.pop(awaited.index), on_device=False)
-    activities = {index: images.get(index, one) for index, one in program.activities.items()}
-    activities = {index: one for index, one in activities.items() if index not in dropped}
-    activities |= {one.index: one for one in added.values()}
-    return replace(program, points=points, activities=activities)
+        if launched is not None and on_device:
+            issued.append(launched)
+            insert(at, 1, "launches", launched, HostPace().collective_ns)
+        if awaited is not None and not on_device:
+            insert(at, 1, "launches", awaited)
+            insert(at, 1, "awaits", awaited)
+    count = len(beside)
+    none, zero = np.zeros(count, dtype=np.bool_), np.zeros(count, dtype=np.int64)
+    there = points.take(np.array(beside, dtype=np.int64))
+    inserted = there.with_columns(
+        begin=there.end,
+        work_ns=np.array(work, dtype=np.int64),
+        **dict.fromkeys(("compute_ns", "update_ns"), zero),
+        **{name: np.array(column, dtype=np.int64) for name, column in new.items()},
+        **dict.fromkeys(("syncs", "joins", "opens"), none),
+        label=Strings.full(count, None),
+        copy=~none,
+    )
+    places = np.argsort([*range(0, 2 * len(points), 2), *order], kind="stable")
+    return concat_tables([kept, inserted]).take(places)
 
 
-def _issues(point: Point, one: Activity, *, on_device: bool) -> list[Point]:
-    """Return the points at which the host issues an all-reduce, and on a CPU waits for it."""
-    if on_device:
-        return [replace(_at(point), work_ns=HostPace().collective_ns, launches=one)]
-    return [replace(_at(point), launches=one), replace(_at(point), awaits=one)]
-
-
-def _at(point: Point) -> Point:
-    """Return a time just after a recorded interval of the host."""
-    return Point(number=point.number, begin=point.end, end=point.end, work_ns=0, copy=True)
-
-
-def _follow(points: Sequence[Point], images: dict[int, Activity], added: dict[int, Activity]) -> None:
+def _follow(program: RankProgram, stream: IntArray, added: dict[int, int]) -> None:
     """Run the work on a reduced shard (a division, a cast) on its all-reduce's stream, as in FSDP2."""
-    scatter: Activity | None = None
-    for point in points:
-        one = point.launches
-        if one is None:
-            continue
-        if one.index in added:
+    table = program.activities
+    free, scatter = _free_stream(program), -1
+    launched = program.points.launches[program.points.launches >= 0]
+    matters = table.kind.equals("collective") | (table.role.codes >= 0)
+    for one in launched[matters[launched]].tolist():
+        role = table.role[one]
+        if one in added:
             scatter = one
-        elif scatter is not None and one.role == "reduce" and one.stream == scatter.stream:
-            images[one.index] = replace(one, stream=added[scatter.index].stream)
-        elif one.role in ("copy_in", "copy_out") or one.kind == "collective":
-            scatter = None
+        elif scatter >= 0 and role == "reduce" and table.stream[one] == table.stream[scatter]:
+            stream[one] = free
+        elif role in ("copy_in", "copy_out") or table.kind[one] == "collective":
+            scatter = -1

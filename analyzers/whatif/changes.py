@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from fsdp2prof.analyzers.layers import block_of, numbered
 from fsdp2prof.analyzers.whatif.edits import (
@@ -23,10 +27,11 @@ from fsdp2prof.analyzers.whatif.edits import (
     reduced_once,
     resharded,
 )
-from fsdp2prof.analyzers.whatif.program import Activity, Job, Point, RankProgram
+from fsdp2prof.analyzers.whatif.program import Activities, Job, RankProgram
 from fsdp2prof.analyzers.whatif.run import Pace
 from fsdp2prof.errors import UsageError
 from fsdp2prof.labels import is_root
+from fsdp2prof.tables.columns import BoolArray, IntArray
 
 _SETTINGS = (
     "reshard, sync, bandwidth, compute, forward_prefetch, backward_prefetch, reduce_dtype, "
@@ -155,12 +160,13 @@ def _compute(value: str) -> Change:
     def apply(changed: Changed) -> Changed:
         pace = changed.pace
 
-        def activity_ns(one: Activity) -> int:
-            time = pace.activity_ns(one)
-            return round(time / factor) if one.kind == "compute" else time
+        def activity_ns(program: RankProgram) -> IntArray:
+            time = pace.activity_ns(program)
+            return np.where(program.activities.kind.equals("compute"), rounded(time / factor), time)
 
-        def host_ns(point: Point) -> int:
-            return pace.host_ns(point) - point.compute_ns + round(point.compute_ns / factor)
+        def host_ns(program: RankProgram) -> IntArray:
+            computes = program.points.compute_ns
+            return pace.host_ns(program) - computes + rounded(computes / factor)
 
         return replace(
             changed,
@@ -175,16 +181,14 @@ def _bandwidth(value: str) -> Change:
     factor = _factor("bandwidth", value)
 
     def apply(changed: Changed) -> Changed:
-        sent = _sent(changed)
-        floor = latencies(sent)
+        floor = latencies(_sizes(changed))
         pace = changed.pace
 
-        def activity_ns(one: Activity) -> int:
-            time = pace.activity_ns(one)
-            if one.kind != "collective":
-                return time
-            latency = min(time, floor.get((one.op, one.group), 0))
-            return latency + round((time - latency) / factor)
+        def activity_ns(program: RankProgram) -> IntArray:
+            time = pace.activity_ns(program)
+            sent = program.activities.kind.equals("collective")
+            latency = np.minimum(time, _of_groups(program.activities, floor))
+            return np.where(sent, latency + rounded((time - latency) / factor), time)
 
         known = any(floor.values())
         note = (
@@ -192,10 +196,11 @@ def _bandwidth(value: str) -> Change:
             if known
             else "latency scales too: the run's message sizes do not separate it from bandwidth"
         )
-        unmet = sum(one.meeting < 0 for one in sent)
+        meetings = np.concatenate([p.activities.meeting[rows] for p, rows in _sent(changed)])
+        unmet = int((meetings < 0).sum())
         notes = [note]
         if unmet:
-            notes.append(f"{unmet} of {len(sent)} collectives include an unknown wait for other ranks")
+            notes.append(f"{unmet} of {len(meetings)} collectives include an unknown wait for other ranks")
         return replace(
             changed,
             pace=replace(pace, activity_ns=activity_ns),
@@ -205,15 +210,22 @@ def _bandwidth(value: str) -> Change:
     return Change("bandwidth", value, f"links {value} as fast", apply)
 
 
-def latencies(sent: Sequence[Activity]) -> dict[tuple[str, str], int]:
+def rounded(time: npt.NDArray[np.floating[Any]]) -> IntArray:
+    """Return whole nanoseconds."""
+    whole: IntArray = np.rint(time).astype(np.int64)
+    return whole
+
+
+def latencies(sent: Iterable[tuple[str, str, int, int]]) -> dict[tuple[str, str], int]:
     """Return (op, group) -> the time of a collective of no size: a line through the medians by payload.
 
-    Between 0 and the shortest one; 0 where a group sends fewer than two sizes.
+    Collectives are given as op, group, payload and time. Between 0 and the shortest one; 0 where a group
+    sends fewer than two sizes.
     """
     sizes: dict[tuple[str, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for one in sent:
-        if one.payload_bytes > 0:
-            sizes[one.op, one.group][one.payload_bytes].append(one.transfer_ns)
+    for op, group, payload, time in sent:
+        if payload > 0:
+            sizes[op, group][payload].append(time)
     found = {}
     for key, by_size in sizes.items():
         pairs = sorted((size, median(times)) for size, times in by_size.items())
@@ -225,27 +237,54 @@ def latencies(sent: Sequence[Activity]) -> dict[tuple[str, str], int]:
     return found
 
 
+def _sizes(changed: Changed) -> Iterator[tuple[str, str, int, int]]:
+    """Yield op, group, payload and transfer of every collective, as :func:`latencies` takes them."""
+    for program, rows in _sent(changed):
+        table = program.activities
+        yield from zip(
+            (op or "" for op in table.op.take(rows).to_list()),
+            (group or "" for group in table.group.take(rows).to_list()),
+            table.payload_bytes[rows].tolist(),
+            table.transfer_ns[rows].tolist(),
+            strict=True,
+        )
+
+
+def _of_groups(table: Activities, floor: Mapping[tuple[str, str], int]) -> IntArray:
+    """Return the latency of each activity's operation and group; 0 where it is not known."""
+    latency = np.zeros(len(table), dtype=np.int64)
+    for (op, group), time in floor.items():
+        latency[table.op.equals(op) & table.group.equals(group)] = time
+    return latency
+
+
 def _reduce_dtype(value: str) -> Change:
     dtype = _DTYPES.get(value, value)
     if dtype not in _BYTES:
         raise UsageError(f"--set reduce_dtype={value}: write one of {', '.join(_BYTES)}")
 
     def apply(changed: Changed) -> Changed:
-        reduced = [
-            one
-            for one in _sent(changed)
-            if one.op == "reduce_scatter" and one.fqn is not None and one.dtype in _BYTES
-        ]
-        if not reduced:
+        reduced = {}
+        for program, rows in _sent(changed):
+            table = program.activities
+            own = table.op.equals("reduce_scatter") & (table.fqn.codes >= 0)
+            reduced[program.rank] = rows[(own & table.dtype.matches(_BYTES.__contains__))[rows]]
+        if not any(map(len, reduced.values())):
             raise NotApplicableError("the traces name no layer's reduce-scatter (no FSDP labels)")
-        if not any(one.dtype != dtype for one in reduced):
+        dtypes = {
+            one for p in changed.job for one in p.activities.dtype.take(reduced[p.rank]).to_list() if one
+        }
+        if dtypes == {dtype}:
             raise NotApplicableError(f"no layer's gradients are reduced in a dtype other than {dtype}")
         pace = changed.pace
-        indices = {id(one) for one in reduced}
 
-        def activity_ns(one: Activity) -> int:
-            time = pace.activity_ns(one)
-            return time * _BYTES[dtype] // _BYTES[one.dtype] if id(one) in indices else time
+        def activity_ns(program: RankProgram) -> IntArray:
+            time, table = pace.activity_ns(program), program.activities
+            own = _mask(program, reduced[program.rank])
+            for one in dtypes:
+                mine = own & table.dtype.equals(one)
+                time = np.where(mine, time * _BYTES[dtype] // _BYTES[one], time)
+            return time
 
         return replace(
             changed,
@@ -263,23 +302,28 @@ def _reduce_dtype(value: str) -> Change:
 
 
 def _no_host_syncs(changed: Changed) -> Changed:
-    if not any(point.syncs for program in changed.job for point in program.points):
+    if not any(program.points.syncs.any() for program in changed.job):
         raise NotApplicableError("no call in this run synchronizes the host with the device")
     job = []
-    copies: set[int] = set()
+    copies: dict[int, IntArray] = {}
     for program in changed.job:
-        awaited = (p.awaits for p in program.points if p.syncs and p.awaits is not None)
-        copies.update(id(one) for one in awaited if one.role == "to_host")
-        points = [replace(p, awaits=None, syncs=False) if p.syncs else p for p in program.points]
+        points = program.points
+        awaited = points.awaits[points.syncs & (points.awaits >= 0)]
+        copies[program.rank] = awaited[program.activities.role.equals("to_host")[awaited]]
+        points = points.with_columns(
+            awaits=np.where(points.syncs, -1, points.awaits), syncs=np.zeros(len(points), dtype=np.bool_)
+        )
         job.append(replace(program, points=points))
         job[-1].waits = program.waits  # launches keep their order
     changed = replace(changed, job=job)
-    if not copies:
+    if not any(map(len, copies.values())):
         return changed
     pace = changed.pace
 
-    def activity_ns(one: Activity) -> int:
-        return 0 if id(one) in copies else pace.activity_ns(one)
+    def activity_ns(program: RankProgram) -> IntArray:
+        time: IntArray = pace.activity_ns(program).copy()
+        time[copies[program.rank]] = 0
+        return time
 
     note = "the copies to the host that were waited for are left out, too"
     return replace(
@@ -302,7 +346,7 @@ def _no_stragglers(changed: Changed, late: Sequence[int]) -> Changed:
     left = (changed.pace.waits_for or frozenset(ranks)) - set(late)
     if not left:
         raise NotApplicableError("this needs the trace of another rank")
-    if not any(one.meeting >= 0 for program in changed.job for one in program.activities.values()):
+    if not any((program.activities.meeting[program.launched] >= 0).any() for program in changed.job):
         raise NotApplicableError("the ranks' collectives could not be matched")
     is_never = "is never the last; its own steps" if len(late) == 1 else "are never the last; their steps"
     return replace(
@@ -321,11 +365,12 @@ def _separate(value: str) -> Change:
 
     def apply(changed: Changed) -> Changed:
         _need_device(changed)
-        groups: dict[str, set[str]] = defaultdict(set)
+        groups: dict[str | None, set[str | None]] = defaultdict(set)
         for program in changed.job:
-            for one in program.activities.values():
-                if one.kind == "collective" and one.fqn is not None:
-                    groups[one.group].add(one.op)
+            table = program.activities
+            table = table.take(table.kind.equals("collective") & (table.fqn.codes >= 0) & program.launched)
+            for group, op in zip(table.group.to_list(), table.op.to_list(), strict=True):
+                groups[group].add(op)
         if not any({"all_gather", "reduce_scatter"} <= ops for ops in groups.values()):
             raise NotApplicableError("all-gathers and reduce-scatters do not share a communicator")
         note = "collectives that now run at the same time do not slow each other"
@@ -346,29 +391,32 @@ def _wrap(value: str) -> Change:
         raise UsageError(f"--set wrap={value}: write blocks")
 
     def apply(changed: Changed) -> Changed:
-        sent = _sent(changed)
-        merged = [units for program in changed.job for units in _units_of_blocks(program)]
-        if not merged:
+        floor = latencies(_sizes(changed))
+        merged = {program.rank: _units_of_blocks(program) for program in changed.job}
+        if not any(merged.values()):
             raise NotApplicableError(
                 "every block is already one FSDP unit, or the traces do not name the units"
             )
-        floor, pace = latencies(sent), changed.pace
-        together: dict[int, Sequence[Activity]] = {}
-        for units in merged:
-            first = units[0].op == "all_gather"
-            carrier = units[0] if first else units[-1]
-            together |= {id(one): units if one is carrier else () for one in units}
+        pace = changed.pace
 
-        def activity_ns(one: Activity) -> int:
-            units = together.get(id(one))
-            if units is None:
-                return pace.activity_ns(one)
-            times = [pace.activity_ns(unit) for unit in units]
-            latency = min([*times, floor.get((one.op, one.group), 0)]) if times else 0
-            return sum(times) - latency * max(0, len(times) - 1)
+        def activity_ns(program: RankProgram) -> IntArray:
+            time, table = pace.activity_ns(program), program.activities
+            together: IntArray = time.copy()
+            latency = _of_groups(table, floor)
+            for units in merged[program.rank]:
+                times = time[units].tolist()
+                carrier = units[0] if table.op[units[0]] == "all_gather" else units[-1]
+                together[units] = 0
+                least = min([*times, int(latency[carrier])])
+                together[carrier] = sum(times) - least * (len(times) - 1)
+            return together
 
-        sizes = [[max(0, one.payload_bytes) for one in units] for units in merged]
-        more = 2 * max(sum(each) - max(each) for each in sizes)  # a unit in use, and the next one
+        sizes = [
+            np.maximum(0, program.activities.payload_bytes[units])
+            for program in changed.job
+            for units in merged[program.rank]
+        ]
+        more = 2 * max(int(each.sum() - each.max()) for each in sizes)  # a unit in use, and the next one
         return replace(
             changed,
             pace=replace(pace, activity_ns=activity_ns),
@@ -383,17 +431,23 @@ def _wrap(value: str) -> Change:
     return Change("wrap", value, "one FSDP unit for each block", apply)
 
 
-def _units_of_blocks(program: RankProgram) -> list[list[Activity]]:
+def _units_of_blocks(program: RankProgram) -> list[list[int]]:
     """Return the collectives of each block that has several FSDP units, in the order in which they ran."""
-    seen: Counter[tuple[int, str, str, str]] = Counter()
-    found: dict[tuple[int, str, str, str, str, int], list[Activity]] = defaultdict(list)
-    for one in sorted(program.activities.values(), key=lambda one: one.start):
-        if one.kind != "collective" or one.op not in ("all_gather", "reduce_scatter") or not one.fqn:
+    seen: Counter[tuple[object, ...]] = Counter()
+    found: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    table = program.activities
+    moves = table.op.equals("all_gather") | table.op.equals("reduce_scatter")
+    rows = np.flatnonzero(table.kind.equals("collective") & moves & program.launched)
+    rows = rows[np.argsort(table.start[rows], kind="stable")]
+    columns = (table.phase, table.op, table.fqn, table.group)
+    named = zip(*(column.take(rows).to_list() for column in columns), strict=True)
+    for one, step, (phase, op, fqn, group) in zip(
+        rows.tolist(), table.step[rows].tolist(), named, strict=True
+    ):
+        if not fqn or is_root(fqn):
             continue
-        if is_root(one.fqn):
-            continue
-        unit = one.step, one.phase, one.op, one.fqn
-        found[one.step, one.phase, one.op, one.group, block_of(one.fqn), seen[unit]].append(one)
+        unit = step, phase, op, fqn
+        found[step, phase, op, group, block_of(fqn), seen[unit]].append(one)
         seen[unit] += 1
     return [units for units in found.values() if len(units) > 1]
 
@@ -406,12 +460,22 @@ def _need_device(changed: Changed) -> None:
         raise NotApplicableError("not replayed on a CPU, where collectives block their caller")
 
 
-def _sent(changed: Changed) -> list[Activity]:
-    """Every collective of the job. Raises ``NotApplicableError`` if there is none, as with one rank."""
-    sent = [one for program in changed.job for one in program.activities.values() if one.kind == "collective"]
-    if not sent:
+def _sent(changed: Changed) -> list[tuple[RankProgram, IntArray]]:
+    """Every rank with its collectives. Raises ``NotApplicableError`` if there is none, as with one rank."""
+    sent = [
+        (program, np.flatnonzero(program.activities.kind.equals("collective") & program.launched))
+        for program in changed.job
+    ]
+    if not any(len(rows) for _, rows in sent):
         raise NotApplicableError("this run has no collectives")
     return sent
+
+
+def _mask(program: RankProgram, rows: IntArray) -> BoolArray:
+    """Mask of some recorded activities."""
+    mask = np.zeros(len(program.activities), dtype=np.bool_)
+    mask[rows] = True
+    return mask
 
 
 def _gathers(changed: Changed) -> list[list[Gather]]:

@@ -3,13 +3,17 @@ at all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from fsdp2prof.analyzers.trace.spans import NEXT_BATCH
-from fsdp2prof.analyzers.whatif.program import Activity, Point, RankProgram
-from fsdp2prof.labels import is_root, parse_label
+from fsdp2prof.analyzers.whatif.program import Points, RankProgram
+from fsdp2prof.labels import FsdpLabel, is_root, parse_label
 from fsdp2prof.schedule import prefetched_by, stays_gathered
+from fsdp2prof.tables.columns import IntArray, Strings, concat_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,31 +41,38 @@ def gathers(program: RankProgram) -> list[Gather]:
 
 def _gathers(program: RankProgram) -> list[Gather]:
     labels: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for name, begin, end in _label_ranges(program.points):
-        label = parse_label(name)
+    for _, label, begin, end in _label_ranges(program.points):
         if label is not None and label.fqn is not None:
             kind = label.activity if label.activity in ("all_gather", "copy_out") else label.kind
             labels.setdefault((kind, label.fqn), []).append((begin, end))
+    places, sent = _sent(program)
+    phase, step = program.activities.phase, program.activities.step
+    payload = program.activities.payload_bytes
     found = []
     for (kind, fqn), ranges in labels.items():
-        for begin, end in ranges if kind == "all_gather" else ():
-            launched = [p.launches for p in program.points[begin : end + 1] if p.launches is not None]
-            collective = next((one for one in launched if one.kind == "collective"), None)
-            after = [inner for inner in labels.get(("copy_out", fqn), ()) if inner[0] >= end]
-            if collective is None or not after:
+        if kind != "all_gather":
+            continue
+        copies = sorted(labels.get(("copy_out", fqn), ()))
+        hooks: dict[str, list[tuple[int, int]]] = {
+            when: labels.get((f"pre_{when}", fqn), []) for when in ("forward", "backward")
+        }
+        for begin, end in ranges:
+            launch, copy = bisect_left(places, begin), bisect_left(copies, (end, -1))
+            if launch == len(places) or places[launch] > end or copy == len(copies):
                 continue
-            first, last = min(after)
-            hook = "pre_backward" if collective.phase == "backward" else "pre_forward"
-            ends = [outer for start, outer in labels.get((hook, fqn), ()) if start <= first and last <= outer]
+            first, last = copies[copy]
+            collective = sent[launch]
+            hook = hooks["backward" if phase[collective] == "backward" else "forward"]
+            ends = (hook[at] for at in range(bisect_left(hook, last, key=lambda one: one[1]), len(hook)))
             found.append(
                 Gather(
                     fqn=fqn,
-                    phase=collective.phase,
-                    step=collective.step,
+                    phase=phase[collective] or "other",
+                    step=int(step[collective]),
                     issue=range(begin, end + 1),
                     copy_out=range(first, last + 1),
-                    needed_at=ends[0] if ends else last,
-                    payload_bytes=collective.payload_bytes,
+                    needed_at=next((outer for start, outer in ends if start <= first), last),
+                    payload_bytes=int(payload[collective]),
                 )
             )
     return sorted(found, key=lambda one: one.needed_at)
@@ -74,23 +85,23 @@ def reduced_once(program: RankProgram) -> tuple[RankProgram, dict[str, int]]:
     stay, for the addition of gradients that comes in their place. Returned beside it: label -> bytes that
     its full gradients take more than its shards of them, -1 where not known.
     """
-    backwards = _backwards(program)
+    table = program.activities
+    updates, backwards = _ends_of_backwards(program.points)
+    at, sent = _sent(program)
     last: dict[tuple[str, int, int], int] = {}
     reductions = []
-    for name, begin, end in _label_ranges(program.points):
-        label = parse_label(name)
+    for name, label, begin, end in _label_ranges(program.points):
         if label is None or label.kind != "post_backward_reduce":
             continue
-        launched = [at for at in range(begin, end) if _sends(program.points[at])]
-        if launched:
-            backward, update = backwards[begin]
-            one = program.points[launched[0]].launches
-            assert one is not None
-            key = name, one.step, update
+        launch = bisect_left(at, begin)
+        if launch < len(at) and at[launch] < end:
+            backward, update = bisect_left(backwards, begin), bisect_left(updates, begin)
+            one = sent[launch]
+            key = name, int(table.step[one]), update
             last[key] = max(last.get(key, 0), backward)
-            known = one.payload_bytes >= 0 and one.group_size > 0
-            more = one.payload_bytes - one.payload_bytes // one.group_size if known else -1
-            reductions.append((key, backward, range(launched[0], end), more))
+            size, ranks = int(table.payload_bytes[one]), int(table.group_size[one])
+            more = size - size // ranks if size >= 0 and ranks > 0 else -1
+            reductions.append((key, backward, range(at[launch], end), more))
     dropped = [entry for entry in reductions if entry[1] < last[entry[0]]]
     sizes = {name: size for (name, _, _), _, _, size in dropped}
     return _without(program, [part for _, _, part, _ in dropped]), sizes
@@ -98,43 +109,48 @@ def reduced_once(program: RankProgram) -> tuple[RankProgram, dict[str, int]]:
 
 def batches_at_hand(program: RankProgram) -> RankProgram:
     """Set the host time to get a batch to zero: launches in that time stay."""
-    inside = {
-        position
-        for name, begin, end in _label_ranges(program.points)
+    points = program.points
+    inside = _positions(
+        range(begin + 1, end + 1)
+        for name, _, begin, end in _label_ranges(points)
         if name.startswith(NEXT_BATCH)
-        for position in range(begin + 1, end + 1)
-    }
-    if not inside:
+    )
+    if not len(inside):
         return program
-    points = [
-        replace(point, work_ns=0, compute_ns=0, update_ns=0) if at in inside else point
-        for at, point in enumerate(program.points)
-    ]
-    return replace(program, points=points)
+    columns = {}
+    for name in ("work_ns", "compute_ns", "update_ns"):
+        columns[name] = getattr(points, name).copy()
+        columns[name][inside] = 0
+    return replace(program, points=points.with_columns(**columns))
 
 
-def _backwards(program: RankProgram) -> list[tuple[int, int]]:
-    """Of each point, how many backwards ended before it, and how many times parameters were updated."""
-    counts, backwards, updates = [], 0, 0
-    for point in program.points:
-        counts.append((backwards, updates))
-        label = parse_label(point.label) if point.label else None
-        if label is not None and point.opens:
-            updates += label.kind == "optimizer"
-        elif label is not None:
-            backwards += label.kind == "root_post_backward_callback"
-    return counts
+def _ends_of_backwards(points: Points) -> tuple[list[int], list[int]]:
+    """Return the positions at which parameters are updated, and those at which backwards end."""
+
+    def where(kind: str, *, opens: bool) -> list[int]:
+        named = points.label.matches(lambda name: getattr(parse_label(name), "kind", None) == kind)
+        at: list[int] = np.flatnonzero(named & (points.opens == opens)).tolist()
+        return at
+
+    return where("optimizer", opens=True), where("root_post_backward_callback", opens=False)
 
 
-def _sends(point: Point) -> bool:
-    return point.launches is not None and point.launches.kind == "collective"
+def _sent(program: RankProgram) -> tuple[list[int], list[int]]:
+    """Return the positions at which collectives are launched, and the collectives."""
+    launches = program.points.launches
+    at = np.flatnonzero(np.append(program.activities.kind.equals("collective"), False)[launches])
+    return at.tolist(), launches[at].tolist()
+
+
+def _positions(parts: Iterable[Sequence[int]]) -> IntArray:
+    return np.fromiter((position for part in parts for position in part), dtype=np.int64)
 
 
 def _without(program: RankProgram, parts: list[range]) -> RankProgram:
-    gone = {position for part in parts for position in part}
-    left = [(program.points[part[0]].begin, program.points[part[-1]].end) for part in parts if part]
-    kept = _with_points(program, [p for at, p in enumerate(program.points) if at not in gone])
-    return replace(kept, left_out=[*program.left_out, *left])
+    points = program.points
+    left = [(int(points.begin[part[0]]), int(points.end[part[-1]])) for part in parts if part]
+    kept = points.take(np.delete(np.arange(len(points)), _positions(parts)))
+    return replace(program, points=kept, left_out=[*program.left_out, *left])
 
 
 def prefetched(program: RankProgram, phase: str, ahead: int) -> RankProgram:
@@ -143,20 +159,21 @@ def prefetched(program: RankProgram, phase: str, ahead: int) -> RankProgram:
     As FSDP2 does with ``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch``: the
     gather is issued when the hook of the earlier layer has its own parameters.
     """
-    placed: dict[int, list[Gather]] = {}
-    gone: set[int] = set()
-    for step in sorted({step for _, step in _phases(program)}):
-        order = [one for one in gathers(program) if one.phase == phase and one.step == step]
-        for at, one in enumerate(order[1:], 1):
-            placed.setdefault(order[prefetched_by(at, ahead)].needed_at, []).append(one)
-            gone |= set(one.issue)
-    points: list[Point] = []
-    for at, point in enumerate(program.points):
-        if at not in gone:
-            points.append(point)
-        for one in placed.get(at, ()):
-            points += [program.points[position] for position in one.issue]
-    return _with_points(program, points)
+    by_step: dict[int, list[Gather]] = {}
+    for one in gathers(program):
+        if one.phase == phase:
+            by_step.setdefault(one.step, []).append(one)
+    placed = [
+        (order[prefetched_by(at, ahead)].needed_at, one)
+        for _, order in sorted(by_step.items())
+        for at, one in enumerate(order)
+        if at
+    ]
+    moved = _positions(one.issue for _, one in placed)
+    kept = np.delete(np.arange(len(program.points)), moved)
+    behind = np.repeat([at for at, _ in placed], [len(one.issue) for _, one in placed]).astype(np.int64)
+    places = np.argsort(np.concatenate([kept, behind]), kind="stable")
+    return replace(program, points=program.points.take(np.concatenate([kept, moved])[places]))
 
 
 def resharded(program: RankProgram, policy: str) -> RankProgram:
@@ -166,7 +183,8 @@ def resharded(program: RankProgram, policy: str) -> RankProgram:
         return stays_gathered(policy, is_root=is_root(fqn))
 
     dropped = [one for one in gathers(program) if one.phase == "backward" and stays(one.fqn)]
-    program = _without(program, [part for one in dropped for part in (one.issue, one.copy_out)])
+    if dropped:
+        program = _without(program, [part for one in dropped for part in (one.issue, one.copy_out)])
     found = gathers(program)
     missing = _missing(found, {one.fqn for one in found if not stays(one.fqn)})
     if not missing:
@@ -187,74 +205,54 @@ def _missing(found: list[Gather], wanted: set[str]) -> list[Gather]:
 
 def _with_copies(program: RankProgram, missing: list[Gather]) -> RankProgram:
     """Gather layers once more before their backward, in the same way as in forward."""
-    points = list(program.points)
-    number = max(program.activities) + 1
-    activities = dict(program.activities)
-    insertions: dict[int, list[Point]] = {}
+    points, count = program.points, len(program.activities)
+    hooks: dict[str, list[int]] = {}
+    for position in np.flatnonzero(points.opens).tolist():
+        label = parse_label(points.label[position] or "")
+        if label is not None and label.kind == "pre_backward" and label.fqn is not None:
+            hooks.setdefault(label.fqn, []).append(position)
+    rows: list[int] = []
+    behind: list[int] = []
+    origins: list[int] = []
+    refers: dict[str, list[int]] = {"launches": [], "awaits": [], "needs": []}
     for one in missing:
-        at = _pre_backward(program.points, one)
-        if at is None:
+        hook = hooks.get(one.fqn, [])
+        at = bisect_left(hook, one.needed_at)
+        if at == len(hook):
             continue
-        images: dict[int, Activity] = {}
-        copies = []
-        for position in (*one.issue, *one.copy_out):
-            point = program.points[position]
-            launched = point.launches
-            if launched is not None:
-                image = replace(
-                    launched, index=number, phase="backward", meeting=-1, after=(), origin=launched.index
-                )
-                images[launched.index] = activities[number] = image
-                number += 1
-            copies.append(
-                replace(
-                    point,
-                    launches=None if launched is None else images[launched.index],
-                    awaits=_image(point.awaits, images),
-                    needs=_image(point.needs, images),
-                    copy=True,
-                )
-            )
-        insertions.setdefault(at, []).extend(copies)
-    made: list[Point] = []
-    for at, point in enumerate(points):
-        made.append(point)
-        made += insertions.get(at, ())
-    return replace(program, points=made, activities=activities)
+        own = [*one.issue, *one.copy_out]
+        launched = [origin for origin in points.launches[own].tolist() if origin >= 0]
+        image = {origin: count + len(origins) + nth for nth, origin in enumerate(launched)}
+        for name, column in refers.items():
+            column += [image.get(other, other) for other in getattr(points, name)[own].tolist()]
+        origins += launched
+        rows += own
+        behind += [hook[at]] * len(own)
+    again = points.take(np.array(rows, dtype=np.int64)).with_columns(
+        **{name: np.array(column, dtype=np.int64) for name, column in refers.items()},
+        copy=np.ones(len(rows), dtype=np.bool_),
+    )
+    order = np.argsort([*range(len(points)), *behind], kind="stable")
+    added = program.activities.take(np.array(origins, dtype=np.int64))
+    none = np.full(len(added), -1, dtype=np.int64)
+    added = added.with_columns(phase=Strings.full(len(added), "backward"), meeting=none, after=none)
+    return replace(
+        program,
+        points=concat_tables([points, again]).take(order),
+        activities=concat_tables([program.activities, added]),
+    )
 
 
-def _image(one: Activity | None, images: dict[int, Activity]) -> Activity | None:
-    return None if one is None else images.get(one.index, one)
-
-
-def _pre_backward(points: list[Point], gather: Gather) -> int | None:
-    """Position of the beginning of a layer's pre-backward hook after its forward."""
-    for at in range(gather.needed_at, len(points)):
-        point = points[at]
-        if point.opens:
-            label = parse_label(point.label)
-            if label is not None and label.kind == "pre_backward" and label.fqn == gather.fqn:
-                return at
-    return None
-
-
-def _with_points(program: RankProgram, points: list[Point]) -> RankProgram:
-    launched = {p.launches.index for p in points if p.launches is not None}
-    kept = {index: one for index, one in program.activities.items() if index in launched}
-    return replace(program, points=points, activities=kept)
-
-
-def _phases(program: RankProgram) -> set[tuple[str, int]]:
-    return {(one.phase, one.step) for one in program.activities.values() if one.kind == "collective"}
-
-
-def _label_ranges(points: list[Point]) -> Iterator[tuple[str, int, int]]:
+def _label_ranges(points: Points) -> Iterator[tuple[str, FsdpLabel | None, int, int]]:
     """Yield every label with the positions of its beginning and end, in the order of the ends."""
-    opened: dict[str, list[int]] = {}
-    for at, point in enumerate(points):
-        if not point.label:
-            continue
-        if point.opens:
-            opened.setdefault(point.label, []).append(at)
-        elif opened.get(point.label):
-            yield point.label, opened[point.label].pop(), at
+    names = points.label.values
+    labels = [parse_label(name) for name in names]
+    at = np.flatnonzero(points.label.codes >= 0)
+    opened: list[list[int]] = [[] for _ in names]
+    for position, code, opens in zip(
+        at.tolist(), points.label.codes[at].tolist(), points.opens[at].tolist(), strict=True
+    ):
+        if opens:
+            opened[code].append(position)
+        elif opened[code]:
+            yield names[code], labels[code], opened[code].pop(), position

@@ -6,7 +6,7 @@ device's moves with its activity, and what a change leaves out is gone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,13 +19,16 @@ from fsdp2prof.tables.trace import EventTable, LabelTable, Trace
 
 def replayed_trace(trace: Trace, ran: RankRun) -> Trace:
     """Return ``trace`` as it would have been written of the run ``ran``, on the trace's own clock."""
-    hosts = _Host.of(ran, copies=False)
-    own = _moved(trace, ran, hosts, ran.program.events)
-    parts = [own]
+    program = ran.program
+    rows, owner = (program.event, program.event_owner) if program.on_device else _gloo_owners(trace, ran)
+    parts = [_moved(trace, ran, _Host.of(ran, copies=False), rows, owner)]
     again = _Host.of(ran, copies=True)
+    by_owner: dict[int, list[int]] = {}
+    for row, index in zip(rows.tolist(), owner.tolist(), strict=True):
+        by_owner.setdefault(index, []).append(row)
     if len(again.begin):
-        parts.append(_repeated(trace, ran, again))
-    parts += _of_other_kinds(trace, ran)
+        parts.append(_repeated(trace, ran, again, by_owner))
+    parts += _of_other_kinds(trace, ran, by_owner)
     return _assembled(trace, parts)
 
 
@@ -41,14 +44,12 @@ class _Host:
 
     @classmethod
     def of(cls, ran: RankRun, *, copies: bool) -> _Host:
-        rows = [
-            (point.number, point.begin, point.end, begin, end)
-            for point, begin, end in zip(ran.program.points, ran.begin, ran.end, strict=True)
-            if point.copy == copies
-        ]
-        rows.sort()
-        table = np.array(rows, dtype=np.int64).reshape(-1, 5)
-        return cls(table[:, 1], table[:, 2], table[:, 3], table[:, 4], np.ones(len(table), dtype=np.bool_))
+        points = ran.program.points
+        columns = (points.begin, points.end, ran.begin, ran.end)
+        rows = np.flatnonzero(points.copy == copies)
+        rows = rows[np.lexsort([column[rows] for column in (*reversed(columns), points.number)])]
+        begin, end, new_begin, new_end = (column[rows] for column in columns)
+        return cls(begin, end, new_begin, new_end, np.ones(len(rows), dtype=np.bool_))
 
     def moved(self, time: IntArray, *, ends: bool) -> IntArray:
         """Return the new host times; at a boundary, a beginning stays with the following interval."""
@@ -83,23 +84,20 @@ class _Rows:
     """Operation that collectives become; empty is their own."""
 
 
-def _moved(trace: Trace, ran: RankRun, hosts: _Host, owner: dict[int, int]) -> _Rows:
-    events = trace.events
+def _moved(trace: Trace, ran: RankRun, hosts: _Host, rows: IntArray, owner: IntArray) -> _Rows:
+    """Move every event: ``rows`` with their activities, the others with the host."""
+    events, table = trace.events, ran.program.activities
     start = hosts.moved(events.start_ns, ends=False)
     end = np.maximum(hosts.moved(events.end_ns, ends=True), start)
     keep = _kept(trace, ran)
-    served = dict(owner) if ran.program.on_device else _gloo_owners(trace, ran)
-    for row, index in served.items():
-        if index not in ran.started:
-            keep[row] = False
-            continue
-        recorded = ran.program.activities[index]
-        begins, over = ran.started[index], ran.ended[index]
-        # one of several kernels of a collective keeps its place in it
-        inside = events.start_ns[row] - recorded.start
-        start[row] = min(begins + max(0, int(inside)), over)
-        left = recorded.end - int(events.end_ns[row])
-        end[row] = max(int(start[row]), over - max(0, left))
+    launched = ran.program.launched[owner]
+    keep[rows[~launched]] = False
+    rows, owner = rows[launched], owner[launched]
+    begins, over = ran.started[owner], ran.ended[owner]
+    # one of several kernels of a collective keeps its place in it
+    inside, left = events.start_ns[rows] - table.start[owner], table.end[owner] - events.end_ns[rows]
+    start[rows] = np.minimum(begins + np.maximum(0, inside), over)
+    end[rows] = np.maximum(start[rows], over - np.maximum(0, left))
     rows = np.flatnonzero(keep)
     return _Rows(rows, start[rows], end[rows], copy=False)
 
@@ -113,78 +111,74 @@ def _kept(trace: Trace, ran: RankRun) -> BoolArray:
     return keep
 
 
-def _gloo_owners(trace: Trace, ran: RankRun) -> dict[int, int]:
-    """Rows of gloo's threads -> the collective whose time they lie in."""
-    events = trace.events
+def _gloo_owners(trace: Trace, ran: RankRun) -> tuple[IntArray, IntArray]:
+    """Return the rows of gloo's threads, and the collective whose time each lies in."""
+    events, table = trace.events, ran.program.activities
     ranges = gloo_ranges(trace)
     threads = set(events.thread[ranges].tolist())
     rows = np.flatnonzero(np.isin(events.thread, list(threads)))
-    recorded = sorted(
-        (one.start, one.end, one.index) for one in ran.program.recorded.values() if one.kind == "collective"
-    )
-    starts = np.array([begin for begin, _, _ in recorded], dtype=np.int64)
-    found = {}
-    for row in rows.tolist():
-        at = int(np.searchsorted(starts, events.start_ns[row], side="right")) - 1
-        while at >= 0 and recorded[at][1] < events.end_ns[row]:
+    recorded = np.flatnonzero(table.kind.equals("collective") & (table.origin == np.arange(len(table))))
+    recorded = recorded[np.lexsort((table.end[recorded], table.start[recorded]))]
+    last = np.searchsorted(table.start[recorded], events.start_ns[rows], side="right") - 1
+    ends = table.end[recorded].tolist()
+    found = []
+    for row, at, end in zip(rows.tolist(), last.tolist(), events.end_ns[rows].tolist(), strict=True):
+        while at >= 0 and ends[at] < end:
             at -= 1
         if at >= 0:
-            found[row] = recorded[at][2]
-    return found
+            found.append((row, recorded[at]))
+    served, owner = np.array(found, dtype=np.int64).reshape(-1, 2).T
+    return served, owner
 
 
-def _repeated(trace: Trace, ran: RankRun, hosts: _Host) -> _Rows:
+def _copies(ran: RankRun) -> tuple[IntArray, BoolArray]:
+    """Return the launched activities that a change added, and whether their operation is another one."""
+    table = ran.program.activities
+    added = np.flatnonzero((table.origin != np.arange(len(table))) & ran.program.launched)
+    return added, table.op.codes[added] != table.op.codes[table.origin[added]]
+
+
+def _repeated(trace: Trace, ran: RankRun, hosts: _Host, by_owner: Mapping[int, list[int]]) -> _Rows:
     """Events of stretches that a change repeats, and the activities that they launch."""
     events = trace.events
     inside = (events.thread >= 0) & hosts.holds(events.start_ns, events.end_ns)
     rows = np.flatnonzero(inside)
     start = hosts.moved(events.start_ns[rows], ends=False)
     end = np.maximum(hosts.moved(events.end_ns[rows], ends=True), start)
-    owners = ran.program.events if ran.program.on_device else _gloo_owners(trace, ran)
-    by_owner: dict[int, list[int]] = {}
-    for row, index in owners.items():
-        by_owner.setdefault(index, []).append(row)
-    more, begins, ends = [], [], []
-    for index, one in ran.program.activities.items():
-        if one.origin != index and one.op == ran.program.recorded[one.origin].op:
-            for row in by_owner.get(one.origin, ()):
-                more.append(row)
-                begins.append(ran.started[index])
-                ends.append(ran.ended[index])
-    added = np.array([more, begins, ends], dtype=np.int64)
+    added, other = _copies(ran)
+    served = [
+        (row, index)
+        for index, origin in zip(
+            added[~other].tolist(), ran.program.activities.origin[added[~other]].tolist(), strict=True
+        )
+        for row in by_owner.get(origin, ())
+    ]
+    more, index = np.array(served, dtype=np.int64).reshape(-1, 2).T
     return _Rows(
-        np.concatenate([rows, added[0]]),
-        np.concatenate([start, added[1]]),
-        np.concatenate([end, added[2]]),
+        np.concatenate([rows, more]),
+        np.concatenate([start, ran.started[index]]),
+        np.concatenate([end, ran.ended[index]]),
         copy=True,
     )
 
 
-def _of_other_kinds(trace: Trace, ran: RankRun) -> list[_Rows]:
+def _of_other_kinds(trace: Trace, ran: RankRun, by_owner: Mapping[int, list[int]]) -> list[_Rows]:
     """Collectives that a change adds: events of the recorded ones that they stand behind, renamed."""
-    recorded, events = ran.program.recorded, trace.events
-    made = {
-        index: one
-        for index, one in ran.program.activities.items()
-        if one.origin != index and one.op != recorded[one.origin].op
-    }
-    if not made:
+    events, points, table = trace.events, ran.program.points, ran.program.activities
+    added, other = _copies(ran)
+    made = added[other]
+    if not len(made):
         return []
-    owners = ran.program.events if ran.program.on_device else _gloo_owners(trace, ran)
-    by_owner: dict[int, list[int]] = {}
-    for row, index in owners.items():
-        by_owner.setdefault(index, []).append(row)
     described = np.unique(trace.collective_args.event)
     described = described[events.thread[described] >= 0]
-    issued, launched = {}, {}
-    for point, begin, end in zip(ran.program.points, ran.begin, ran.end, strict=True):
-        if point.launches is not None:
-            launched[point.launches.index] = point.end
-            issued[point.launches.index] = begin, end
+    at = np.full(len(table), -1, dtype=np.int64)
+    launching = np.flatnonzero(points.launches >= 0)
+    at[points.launches[launching]] = launching
     parts = []
-    for index, one in made.items():
-        on_device = by_owner.get(one.origin, [])
-        since, (begin, end) = launched[one.origin], issued[index]
+    for index in made.tolist():
+        origin = int(table.origin[index])
+        on_device = by_owner.get(origin, [])
+        since, begin, end = points.end[at[origin]], ran.begin[at[index]], ran.end[at[index]]
         holds = (events.start_ns[described] <= since) & (events.end_ns[described] >= since)
         linked = np.isin(events.correlation, events.correlation[on_device]) & (events.correlation >= 0)
         hosts = set(described[holds].tolist()) | set(np.flatnonzero(linked & (events.thread >= 0)).tolist())
@@ -193,7 +187,7 @@ def _of_other_kinds(trace: Trace, ran: RankRun) -> list[_Rows]:
         here, there = len(on_device), len(hosts)
         starts = np.array([ran.started[index]] * here + [begin] * there, dtype=np.int64)
         ends = np.array([ran.ended[index]] * here + [end] * there, dtype=np.int64)
-        parts.append(_Rows(rows, starts, ends, copy=True, kind=one.op))
+        parts.append(_Rows(rows, starts, ends, copy=True, kind=table.op[index] or ""))
     return parts
 
 

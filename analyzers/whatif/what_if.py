@@ -29,7 +29,7 @@ from fsdp2prof.analyzers.whatif.program import RankProgram
 from fsdp2prof.analyzers.whatif.recorded import job_of
 from fsdp2prof.analyzers.whatif.run import Pace, Ran, mean_step_ns, mean_steps_ns, prepare, run
 from fsdp2prof.errors import InputError
-from fsdp2prof.results.communication import LayerRow
+from fsdp2prof.results.communication import CrossRank, LayerRow
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.results.what_if import WhatIf, WhatIfChange, WhatIfLayer
 from fsdp2prof.units import format_bytes, format_frac, format_ns
@@ -60,9 +60,12 @@ class RecordedRank:
     analysis: RankAnalysis
 
 
-def replay_job(ranks: Sequence[tuple[RankProgram, RankSummary]]) -> Ran:
-    """Return the recorded run, whose job is ready to be run again, any number of times."""
-    return prepare(job_of([program for program, _ in ranks], [summary for _, summary in ranks]))
+def replay_job(ranks: Sequence[tuple[RankProgram, RankSummary]], compared: CrossRank | None = None) -> Ran:
+    """Return the recorded run, whose job is ready to be run again, any number of times.
+
+    ``compared`` is the ranks' comparison, if it was made before.
+    """
+    return prepare(job_of([program for program, _ in ranks], [summary for _, summary in ranks], compared))
 
 
 @no_garbage_collection()
@@ -79,7 +82,7 @@ def what_if(
     """
     manifests = [one.tables.manifest for one in ranks if one.tables.manifest is not None]
     before = merge([one.analysis for one in ranks], manifests=manifests)
-    replayed = replay_job([(one.program, one.analysis.summary) for one in ranks])
+    replayed = replay_job([(one.program, one.analysis.summary) for one in ranks], before.cross_rank)
     best: WhatIfChange | None
     cannot = _cannot_be_replayed(before)
     if changes:
@@ -157,7 +160,7 @@ def with_what_ifs(
     thresholds: FindingThresholds | None = None,
 ) -> TraceAnalysis:
     """Return an analysis with every single change tried, and the ledger's remedies with their gains."""
-    recorded = replay_job(ranks)
+    recorded = replay_job(ranks, analysis.cross_rank)
     changes = single_changes(recorded.job, _stragglers(analysis))
     tried = try_each(recorded, changes, _cannot_be_replayed(analysis))
     return with_replays(analysis, tried, thresholds)

@@ -17,7 +17,7 @@ import numpy as np
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
-from fsdp2prof.analyzers.whatif.program import Job, Point
+from fsdp2prof.analyzers.whatif.program import Job, Points
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec
@@ -166,15 +166,18 @@ def _recorded(
         spans = list(zip(tables.analysed.start_ns.tolist(), tables.analysed.end_ns.tolist(), strict=True))
         windows += len(spans)
         durations += (tables.windows.end_ns - tables.windows.start_ns).tolist()
-        points = [p for p in program.points if any(a <= p.begin and p.end <= b for a, b in spans)]
+        inside = [(a <= program.points.begin) & (program.points.end <= b) for a, b in spans]
+        points = program.points.take(np.any(inside, axis=0) if inside else np.empty(0, dtype=np.int64))
         own = _places(tables, points)
-        for point, place in zip(points, own, strict=True):
-            host[place] += point.work_ns
+        for work_ns, place in zip(points.work_ns.tolist(), own, strict=True):
+            host[place] += work_ns
         if program.on_device:
-            wanted = set(program.steps)
-            for one in program.activities.values():
-                if one.kind in ("compute", "fsdp_copy") and one.step in wanted:
-                    computed[family_of(one.fqn, one.phase)] += one.duration
+            table = program.activities
+            ran = table.kind.equals("compute") | table.kind.equals("fsdp_copy")
+            table = table.take(ran & np.isin(table.step, program.steps))
+            columns = table.fqn.to_list(), table.phase.to_list(), table.duration.tolist()
+            for fqn, phase, duration in zip(*columns, strict=True):
+                computed[family_of(fqn, phase)] += duration
         else:
             for place, time in zip(own, _operator_time(tables, points), strict=True):
                 computed[place] += time
@@ -185,9 +188,9 @@ def _recorded(
     )
 
 
-def _places(tables: RankTables, points: Sequence[Point]) -> list[Place]:
+def _places(tables: RankTables, points: Points) -> list[Place]:
     phases = tables.phases
-    middle = np.array([(p.begin + p.end) // 2 for p in points], dtype=np.int64)
+    middle = (points.begin + points.end) // 2
     row = np.full(len(points), -1, dtype=np.int64)
     for thread in intervals.distinct(phases.thread).tolist():
         found = find_rows(phases, np.full(len(points), thread), middle)
@@ -196,11 +199,9 @@ def _places(tables: RankTables, points: Sequence[Point]) -> list[Place]:
     return [family_of(one, when) for one, when in zip(fqn, phase, strict=True)]
 
 
-def _operator_time(tables: RankTables, points: Sequence[Point]) -> list[int]:
-    begin = np.array([p.begin for p in points], dtype=np.int64)
-    end = np.array([p.begin + p.work_ns for p in points], dtype=np.int64)
+def _operator_time(tables: RankTables, points: Points) -> list[int]:
     ran = intervals.union(tables.work.start_ns, tables.work.end_ns)
-    times: list[int] = intervals.covered(ran, begin, end).tolist()
+    times: list[int] = intervals.covered(ran, points.begin, points.begin + points.work_ns).tolist()
     return times
 
 
@@ -210,15 +211,20 @@ def _collectives(job: Job) -> dict[tuple[str, int], list[tuple[int, int]]]:
     """
     found: dict[tuple[str, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for program in job:
-        wanted = set(program.steps)
-        blocked: dict[int, int] = defaultdict(int)
-        for point in program.points:
-            if point.awaits is not None:
-                blocked[point.awaits.index] += point.end - point.begin - point.work_ns
-        for index, one in program.activities.items():
-            if one.kind == "collective" and one.payload_bytes > 0 and one.step in wanted:
-                time = one.transfer_ns if program.on_device else blocked[index]
-                found[one.op, one.group_size][one.payload_bytes].append(time)
+        points, table = program.points, program.activities
+        time = table.transfer_ns
+        if not program.on_device:
+            time = np.zeros(len(table), dtype=np.int64)
+            awaits = points.awaits >= 0
+            blocked = points.end - points.begin - points.work_ns
+            np.add.at(time, points.awaits[awaits], blocked[awaits])
+        sent = table.kind.equals("collective") & (table.payload_bytes > 0)
+        rows = np.flatnonzero(sent & np.isin(table.step, program.steps))
+        columns = (table.group_size[rows], table.payload_bytes[rows], time[rows])
+        for op, (ranks, size, took) in zip(
+            table.op.take(rows).to_list(), zip(*(one.tolist() for one in columns), strict=True), strict=True
+        ):
+            found[op or "other", ranks][size].append(took)
     typical = median if job[0].on_device else mean
     return {
         key: [(size, round(typical(times))) for size, times in sorted(sizes.items())]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdp2prof.analyzers.whatif.program import Activity, RankProgram
+from fsdp2prof.analyzers.whatif.program import RankProgram
 from fsdp2prof.analyzers.whatif.run import dependencies
 from fsdp2prof.errors import InputError
 from fsdp2prof.vocabulary import layer_name, op_label, printable
@@ -68,18 +68,20 @@ class _Writer:
     nodes: int = 0
 
     def write(self) -> Iterator[ChakraNode]:
+        causes, points = dependencies(self.program), self.program.points
         work_ns, begin = 0, None
-        for point, causes in dependencies(self.program):
-            work_ns += point.work_ns
-            begin = point.begin if begin is None else begin
-            if point.awaits is None and point.launches is None:
+        columns = (points.begin, points.work_ns, points.awaits, points.launches)
+        for begins, work, awaited, launched in zip(*(column.tolist() for column in columns), strict=True):
+            work_ns += work
+            begin = begins if begin is None else begin
+            if awaited < 0 and launched < 0:
                 continue
             yield from self._host_work(work_ns, begin)
             work_ns, begin = 0, None
-            if point.awaits is not None and point.awaits.index in self.ids:
-                self.awaited.append(self.ids[point.awaits.index])
-            if point.launches is not None:
-                yield self._activity(point.launches, causes)
+            if awaited in self.ids:
+                self.awaited.append(self.ids[awaited])
+            if launched >= 0:
+                yield self._activity(launched, causes.get(launched, ()))
         yield from self._host_work(work_ns, begin or 0)
 
     def _host_work(self, work_ns: int, begin: int) -> Iterator[ChakraNode]:
@@ -100,53 +102,61 @@ class _Writer:
         self.last_host, self.awaited = node.id, []
         yield node
 
-    def _activity(self, one: Activity, causes: Sequence[Activity]) -> ChakraNode:
+    def _activity(self, row: int, causes: Sequence[int]) -> ChakraNode:
         given = [] if self.last_host is None else [self.last_host]
-        waits = [self.ids[cause.index] for cause in causes if cause.index in self.ids]
+        waits = [self.ids[cause] for cause in causes if cause in self.ids]
         waits = list(dict.fromkeys([*given, *self.awaited, *waits]))
-        recorded = one.kind == "collective"
-        is_collective = recorded and (self.program.rank, one.group) in self.groups
-        lane = self.lanes.setdefault(-1 if recorded else one.stream, _Lane())
+        table = self.program.activities
+        recorded = table.kind[row] == "collective"
+        group = self.program.rank, table.group[row] or ""
+        is_collective = recorded and group in self.groups
+        lane = self.lanes.setdefault(-1 if recorded else int(table.stream[row]), _Lane())
+        duration = table.transfer_ns[row] if recorded else table.end[row] - table.start[row]
         node = ChakraNode(
             id=self._next(),
-            name=self._name(one),
+            name=self._name(row),
             type=COLLECTIVE if is_collective else COMPUTE,
             waits_for=waits,
-            duration_us=lane.round(max(0, one.transfer_ns if recorded else one.duration)),
-            start_us=(one.start + self.program.shift_ns) // _NS_IN_US,
+            duration_us=lane.round(max(0, int(duration))),
+            start_us=(int(table.start[row]) + self.program.shift_ns) // _NS_IN_US,
             on_host=False,
-            comm_type=self._type(one) if is_collective else None,
-            comm_bytes=self._given_bytes(one) if is_collective else None,
-            group=self.groups[self.program.rank, one.group] if is_collective else None,
+            comm_type=self._type(row) if is_collective else None,
+            comm_bytes=self._given_bytes(row) if is_collective else None,
+            group=self.groups[group] if is_collective else None,
             unplaced=recorded and not is_collective,
         )
-        self.ids[one.index] = node.id
+        self.ids[row] = node.id
         return node
 
     def _next(self) -> int:
         self.nodes += 1
         return self.nodes - 1
 
-    def _name(self, one: Activity) -> str:
-        what = op_label(one.op) if one.kind == "collective" else one.kind
-        return printable(f"{what} {layer_name(one.fqn)} {one.phase}")
+    def _name(self, row: int) -> str:
+        table = self.program.activities
+        kind = table.kind[row]
+        what = op_label(table.op[row] or "") if kind == "collective" else kind
+        return printable(f"{what} {layer_name(table.fqn[row])} {table.phase[row]}")
 
-    def _type(self, one: Activity) -> int:
-        if one.op not in _TYPES:
+    def _type(self, row: int) -> int:
+        table = self.program.activities
+        op = table.op[row] or ""
+        if op not in _TYPES:
             raise InputError(
-                f"rank {self.program.rank}: Chakra needs the peers and the kind of {op_label(one.op)} "
-                f"({one.phase}), which the trace lacks"
+                f"rank {self.program.rank}: Chakra needs the peers and the kind of {op_label(op)} "
+                f"({table.phase[row]}), which the trace lacks"
             )
-        return _TYPES[one.op]
+        return _TYPES[op]
 
-    def _given_bytes(self, one: Activity) -> int:
-        if one.payload_bytes < 0:
+    def _given_bytes(self, row: int) -> int:
+        table = self.program.activities
+        payload, ranks = int(table.payload_bytes[row]), int(table.group_size[row])
+        if payload < 0:
             raise InputError(
-                f"rank {self.program.rank}: the size of the {op_label(one.op)} of {layer_name(one.fqn)} is "
-                "not in the trace: record with --shapes"
+                f"rank {self.program.rank}: the size of the {op_label(table.op[row] or '')} of "
+                f"{layer_name(table.fqn[row])} is not in the trace: record with --shapes"
             )
-        gathers = one.op == "all_gather" and one.group_size > 0
-        return one.payload_bytes // one.group_size if gathers else one.payload_bytes
+        return payload // ranks if table.op[row] == "all_gather" and ranks > 0 else payload
 
 
 def chakra_nodes(program: RankProgram, groups: Mapping[tuple[int, str], str | None]) -> Iterator[ChakraNode]:

@@ -61,7 +61,7 @@ def recorded_ranks(
     if not ranks:
         raise TraceError(warnings[-1])
     require(job.path, "step", steps, {step for one in ranks for step in one.program.steps})
-    if not any(rank.analysis.rank.steps and rank.program.points for rank in ranks):
+    if not any(rank.analysis.rank.steps and len(rank.program.points) for rank in ranks):
         raise TraceError(f"{job.path}: these traces hold no step to replay")
     return ranks, warnings
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from fsdp2prof.analyzers.trace.analysis import analyze_trace as analyze_trace_of
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.analyzers.whatif.changes import latencies, parse_change, parse_without, single_changes
 from fsdp2prof.analyzers.whatif.edits import reduced_once
-from fsdp2prof.analyzers.whatif.program import Activity, Point, RankProgram
+from fsdp2prof.analyzers.whatif.program import Activities, Points, RankProgram
 from fsdp2prof.analyzers.whatif.recorded import program_of
 from fsdp2prof.analyzers.whatif.run import run
 from fsdp2prof.analyzers.whatif.warp import replayed_trace
@@ -33,10 +34,13 @@ from fsdp2prof.estimators.mesh_change import mesh_change
 from fsdp2prof.estimators.step import predict_step
 from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.results.what_if import WhatIf
+from fsdp2prof.tables.columns import Strings, Table
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job.job_files import open_job
 from fsdp2prof.workflows.saved_estimates import write_trace
 from fsdp2prof.workflows.whatif import recorded_ranks, what_if
+
+T = TypeVar("T", bound=Table)
 
 SLOW_LINKS: dict[str, Any] = {"all_gather_ns": 500_013, "reduce_scatter_ns": 700_007}
 TWO_NODES = Cluster(hardware=HardwareSpec.parse("h100-sxm"), network=NetworkSpec.parse("100gb-eth"))
@@ -142,22 +146,40 @@ def test_reducing_in_the_last_micro_batch_gives_what_a_run_that_does_so_gives(
     assert {(row.fqn, row.op, row.phase): row.count_after for row in result.by_layer} == counts
 
 
+def table(of: type[T], count: int, **given: Any) -> T:
+    """Build a table from columns and single values; the others are zero, false or null."""
+    columns: dict[str, Any] = {}
+    for field in fields(of):  # type: ignore[arg-type]
+        value = given.get(field.name)
+        if field.type == "Strings":
+            columns[field.name] = value if isinstance(value, Strings) else Strings.full(count, value)
+        else:
+            dtype = np.bool_ if field.type == "BoolArray" else np.int64
+            columns[field.name] = np.broadcast_to(np.array(0 if value is None else value, dtype), count)
+    return of(**columns)
+
+
 def test_gradients_of_two_updates_are_two_reductions() -> None:
     """Two backwards with an update between them, as of two optimizers in turns, are no accumulation."""
 
     def program(*labels: str) -> RankProgram:
-        points: list[Point] = []
-        activities: dict[int, Activity] = {}
+        """Each label opens and closes, around a reduce-scatter if it is one that reduces."""
+        names, opens = [], []
         for name in labels:
-            points.append(Point(number=len(points), begin=0, end=0, work_ns=0, label=name, opens=True))
-            if "reduce" in name:
-                one = Activity(
-                    index=len(activities), start=0, end=5, stream=1, kind="collective", step=1,
-                    op="reduce_scatter", payload_bytes=64, group_size=4,
-                )  # fmt: skip
-                activities[one.index] = one
-                points.append(Point(number=len(points), begin=0, end=0, work_ns=0, launches=one))
-            points.append(Point(number=len(points), begin=0, end=0, work_ns=0, label=name))
+            inside: list[str | None] = [None] if "reduce" in name else []
+            names += [name, *inside, name]
+            opens += [True, *[False] * len(inside), False]
+        reduces = np.array([name is None for name in names])
+        launches = np.cumsum(reduces) - 1
+        count = int(launches[-1]) + 1
+        points = table(
+            Points, len(names), label=Strings.intern(names), opens=opens,
+            launches=np.where(reduces, launches, -1), awaits=-1, needs=-1,
+        )  # fmt: skip
+        activities = table(
+            Activities, count, end=5, stream=1, step=1, kind="collective", op="reduce_scatter",
+            payload_bytes=64, group_size=4, origin=np.arange(count),
+        )  # fmt: skip
         return RankProgram(0, True, 0, 0, points, activities)
 
     reduce, done, update = (
@@ -167,7 +189,7 @@ def test_gradients_of_two_updates_are_two_reductions() -> None:
     )
     assert reduced_once(program(reduce, done, update, reduce, done, update))[1] == {}
     once, sizes = reduced_once(program(reduce, done, reduce, done, reduce, done, update))
-    assert list(once.activities) == [2]
+    assert np.flatnonzero(once.launched).tolist() == [2]
     assert sizes == {reduce: 64 - 16}
     # one module that runs twice in a backward accumulates nothing
     assert reduced_once(program(reduce, reduce, done, update))[1] == {}
@@ -183,9 +205,9 @@ def test_a_run_replayed_unchanged_gives_back_every_nanosecond(each: list[Schedul
     summary = analyze_tables(tables).summary
     job = replay_job([(program_of(tables, summary), summary)]).job
     ran = run(job).ranks[0]
-    assert ran.end == [point.end for point in job[0].points]
-    for index, one in job[0].activities.items():
-        assert (ran.started[index], ran.ended[index]) == (one.start, one.end)
+    assert ran.end.tolist() == job[0].points.end.tolist()
+    assert ran.started.tolist() == job[0].activities.start.tolist()
+    assert ran.ended.tolist() == job[0].activities.end.tolist()
     again = replayed_trace(trace, ran)
     before, after = analyze_trace_of([(trace, None)]), analyze_trace_of([(again, None)])
     assert after.totals == before.totals
@@ -326,11 +348,8 @@ def test_the_ledger_says_what_its_remedies_gained_on_the_recording(tmp_path: Pat
 
 
 def test_latency_is_where_the_line_through_two_sizes_meets_no_size() -> None:
-    def one(payload: int, time: int) -> Activity:
-        return Activity(
-            index=0, start=0, end=time, stream=0, kind="collective", step=0, op="all_gather", group="0",
-            payload_bytes=payload, transfer_ns=time,
-        )  # fmt: skip
+    def one(payload: int, time: int) -> tuple[str, str, int, int]:
+        return "all_gather", "0", payload, time
 
     assert latencies([one(1_000, 30), one(2_000, 50)]) == {("all_gather", "0"): 10}
     assert latencies([one(1_000, 30)]) == {}

@@ -23,11 +23,12 @@ from fsdp2prof.analyzers.whatif.changes import (
     parse_without,
     single_changes,
 )
-from fsdp2prof.analyzers.whatif.program import Activity, Job
+from fsdp2prof.analyzers.whatif.program import Job
 from fsdp2prof.analyzers.whatif.recorded import program_of
 from fsdp2prof.analyzers.whatif.run import Pace, Ran, RankRun, mean_step_ns, run
 from fsdp2prof.analyzers.whatif.what_if import replay_job
 from fsdp2prof.readers.trace.chrome_trace import read_trace
+from fsdp2prof.tables.columns import BoolArray
 from fsdp2prof.tables.trace import Trace
 
 _LAYER = Layer(
@@ -104,11 +105,10 @@ def changed(job: Job, *changes: Change) -> tuple[Changed, Ran] | None:
 
 def busy(ran: RankRun, stream: int) -> int:
     """Time in which a stream runs anything but collectives, which may only wait, and copies to the host."""
-    mine = [
-        (ran.started[index], ran.ended[index])
-        for index, one in ran.program.activities.items()
-        if one.stream == stream and one.kind != "collective" and one.role != "to_host" and analysed(ran, one)
-    ]
+    table = ran.program.activities
+    counted = (table.stream == stream) & ~table.kind.equals("collective") & ~table.role.equals("to_host")
+    rows = np.flatnonzero(counted & analysed(ran))
+    mine = zip(ran.started[rows].tolist(), ran.ended[rows].tolist(), strict=True)
     total = reached = 0
     for begin, end in sorted(mine):
         total += max(0, end - max(begin, reached))
@@ -116,9 +116,11 @@ def busy(ran: RankRun, stream: int) -> int:
     return total
 
 
-def analysed(ran: RankRun, one: Activity) -> bool:
-    labelled = any(other.step >= 0 for other in ran.program.recorded.values())
-    return one.step in ran.program.steps if labelled else True
+def analysed(ran: RankRun) -> BoolArray:
+    """Mask of the launched activities of the analysed steps; all if no activity has a step."""
+    step = ran.program.activities.step
+    labelled = bool((step[: ran.program.recorded] >= 0).any())
+    return ran.program.launched & (np.isin(step, ran.program.steps) if labelled else True)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -149,7 +151,7 @@ def assert_laws(changes: list[Change], before: Ran, after: Ran, lost: float) -> 
     for old, new in zip(before.ranks, after.ranks, strict=True):
         rank = frozenset({new.program.rank})
         step = mean_step_ns(after, rank)
-        streams = {one.stream for one in new.program.activities.values()}
+        streams = set(new.program.activities.stream[new.program.launched].tolist())
         whole = step * len(new.program.steps)
         assert whole >= max(busy(new, stream) for stream in streams), names
         if shorter:
@@ -173,11 +175,11 @@ def test_faster_is_never_slower(recorded: tuple[list[Schedule], float], kind: st
 
 def host_work(ran: RankRun) -> int:
     """The host's own work between the first and the last launch of the analysed steps."""
-    points = ran.program.points
-    launching = [at for at, p in enumerate(points) if p.launches is not None and analysed(ran, p.launches)]
-    first = min(launching, key=lambda at: ran.started[points[at].launches.index])  # type: ignore[union-attr]
-    early = max(-p.launches.early for p in points if p.launches is not None)
-    return sum(p.work_ns for p in points[first + 1 : max(launching) + 1]) - early
+    points, table = ran.program.points, ran.program.activities
+    launching = np.flatnonzero(np.append(analysed(ran), False)[points.launches])
+    first = launching[np.argmin(ran.started[points.launches[launching]])]
+    early = (-table.early[ran.program.launched]).max()
+    return int(points.work_ns[first + 1 : launching[-1] + 1].sum() - early)
 
 
 @pytest.mark.parametrize("text", ["without host_syncs", "bandwidth=inf"])
@@ -189,5 +191,5 @@ def test_the_report_of_a_stream_that_is_always_busy_gains_next_to_nothing(text: 
     made = changed(job, change)
     assert made is not None
     after = made[1].ranks[0]
-    least = max(busy(after, stream) for stream in {one.stream for one in job[0].activities.values()})
+    least = max(busy(after, stream) for stream in set(job[0].activities.stream.tolist()))
     assert least / 2 <= mean_step_ns(made[1]) <= step_ns

@@ -141,12 +141,14 @@ def _groups(
         manifest = job.manifests.get(one.program.rank)
         known = [*one.tables.trace.process_groups, *(manifest.process_groups if manifest else ())]
         members = {group.name: sorted(group.ranks) for group in known if group.ranks}
-        for activity in one.program.activities.values():
-            key = one.program.rank, activity.group
-            if activity.kind != "collective" or key in names or key in unknown:
+        table = one.program.activities
+        table = table.take(table.kind.equals("collective"))
+        for group, size in zip(table.group.to_list(), table.group_size.tolist(), strict=True):
+            key = one.program.rank, group or ""
+            if key in names or key in unknown:
                 continue
-            found = members.get(activity.group)
-            if found is None and activity.group_size == len(world):
+            found = members.get(group or "")
+            if found is None and size == len(world):
                 found = world
             if found is None:
                 unknown.add(key)
