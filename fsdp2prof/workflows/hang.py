@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fsdp2prof.analyzers.hang.analysis import analyze_hang as analyze
+from fsdp2prof.analyzers.layers import numbered
 from fsdp2prof.errors import FlightRecorderError, InputError
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.job.flight_recorder import looks_like_dump, read_dump
 from fsdp2prof.readers.job.stacks import looks_like_stacks, read_stacks
-from fsdp2prof.readers.job.watchdog_log import looks_like_watchdog, read_watchdog_logs
+from fsdp2prof.readers.job.watchdog_log import looks_like_watchdog, read_watchdog_logs, stuck_watchdogs
 from fsdp2prof.readers.run.directory import is_run_directory, open_run
 from fsdp2prof.results.hang import HangAnalysis
 from fsdp2prof.run_directory import FLIGHT_RECORDER_FILE
@@ -61,10 +62,9 @@ def _read_stacks(files: Sequence[Path]) -> tuple[list[RankStacks], list[str]]:
 
 
 def _read_dumps(root: Path, files: Sequence[Path], *, needed: bool) -> tuple[list[FlightDump], list[str]]:
-    nothing = f"{root}: contains no Flight Recorder dump, log of a timeout or stacks of a rank"
     if root.is_file() and not looks_like_watchdog(root):
         if needed and not looks_like_dump(root):
-            raise FlightRecorderError(nothing)
+            raise FlightRecorderError(_nothing(root, files))
         return [read_dump(root, _rank(root))] if needed else [], []
     found: dict[int, Path] = {}
     for file in _of_one_moment(root, list(filter(looks_like_dump, files))):
@@ -86,8 +86,18 @@ def _read_dumps(root: Path, files: Sequence[Path], *, needed: bool) -> tuple[lis
         logs = [file for file in files if file not in found.values() and looks_like_watchdog(file)]
         dumps = read_watchdog_logs({file: read_name(Path(file.name)).rank for file in logs})
     if not dumps and needed:
-        raise FlightRecorderError(warnings[0].removeprefix("left out: ") if warnings else nothing)
+        why = warnings[0].removeprefix("left out: ") if warnings else _nothing(root, files)
+        raise FlightRecorderError(why)
     return dumps, warnings
+
+
+def _nothing(root: Path, files: Sequence[Path]) -> str:
+    if stuck := stuck_watchdogs(files):
+        return (
+            f"{root}: names no collective: the watchdog itself stopped on {numbered('rank', stuck)}. A CUDA "
+            "or NCCL call does not return, or a thread holds the GIL; `py-spy dump` shows where"
+        )
+    return f"{root}: contains no Flight Recorder dump, log of a timeout or stacks of a rank"
 
 
 def _of_one_moment(root: Path, files: list[Path]) -> list[Path]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.cli import call
 
+from fsdp2prof.errors import FlightRecorderError
 from fsdp2prof.workflows.hang import analyze_hang
 
 DEFAULT = "PG ID 0 PG GUID 0(default_pg)"
@@ -236,6 +237,15 @@ def test_a_log_of_one_rank_asks_for_the_others(tmp_path: Path) -> None:
     assert (found.cause, found.culprits) == ("not_come", [])
     assert "no other rank left a dump" in found.verdict[0]
     assert "logs or dumps of all ranks" in found.verdict[-1]
+
+
+def test_a_watchdog_that_stopped_itself_names_no_collective(tmp_path: Path) -> None:
+    said = "Heartbeat monitor timed out! Process will be terminated after dumping debug info."
+    log = write(tmp_path, *(f"{head(rank, 1316)} [PG 0 Rank {rank}] {said}" for rank in (0, 3)))
+    with pytest.raises(FlightRecorderError, match="the watchdog itself stopped on ranks 0 and 3"):
+        analyze_hang(log)
+    log.write_text(log.read_text() + timed_out(1, 35))
+    assert analyze_hang(log).standings[0].call.seq == 35
 
 
 def test_a_timeout_that_a_logger_broke_into_lines(tmp_path: Path) -> None:

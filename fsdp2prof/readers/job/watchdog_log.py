@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,6 +34,7 @@ _MARKS = (
     b"for send operation to complete",
 )
 """The second is all that a rank writes which waits in no collective itself."""
+_STUCK = (b"Heartbeat monitor timed out", b"watchdog got stuck")
 _READ = (
     b"[rank",
     b"[Rank",
@@ -117,6 +118,13 @@ def looks_like_watchdog(path: Path) -> bool:
         return any(mark in line for line in _lines(path) for mark in _MARKS)
     except FlightRecorderError:
         return False
+
+
+def stuck_watchdogs(files: Iterable[Path]) -> list[int]:
+    """Return the ranks whose watchdog itself stopped: torch then names no collective."""
+    said = (line for path in files for line in _lines(path) if any(mark in line for mark in _STUCK))
+    found = [_GROUP.search(line.decode(errors="replace")) for line in said]
+    return sorted({int(group[4]) for group in found if group is not None})
 
 
 def read_watchdog_logs(files: Mapping[Path, int | None]) -> list[FlightDump]:
