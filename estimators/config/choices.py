@@ -74,6 +74,7 @@ Documents = MaskedDocuments | VarlenDocuments | FlexDocuments
 CheckpointingMode = Literal["none", "full", "op"]
 ActivationCheckpointing = CheckpointingMode | Every
 """``op`` is selective by operator."""
+ExpertDispatch = Literal["all-to-all", "once"]
 LossMode = Literal["full", "native", "in-place", "compiled", "fused", "logprobs", "dpo"]
 PIECES = (Chunked, ChunkedKept, ChunkedBackward, ChunkedTokens, ChunkedVocabulary, ChunkedBlocks)
 Loss = LossMode | InPieces

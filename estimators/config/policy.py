@@ -17,6 +17,7 @@ from fsdp2prof.estimators.config.choices import (
     CheckpointingMode,
     Documents,
     Every,
+    ExpertDispatch,
     ExpertShards,
     FlexDocuments,
     Float8,
@@ -360,6 +361,12 @@ class PolicySpec:
         Words(words=get_args(ExpertShards)),
         "Dimension along which FSDP shards stacked experts: experts, or their hidden dimension; auto is "
         "hidden if expert parallelism leaves more ranks than experts, as in torchtitan.",
+    )
+    expert_dispatch: ExpertDispatch = of_parallelism(
+        "all-to-all",
+        Words(words=get_args(ExpertDispatch)),
+        "How tokens reach experts on other ranks: a copy for each expert (all-to-all), or one for each node "
+        "and rank that has any of its experts (once), as DeepEP and HybridEP send them.",
     )
     imbalance: float = of_parallelism(
         1.0,

@@ -63,6 +63,9 @@ class Collective:
     payload_bytes: int
     event: int = -1
     """Recorded when it ends, if it runs on the communicator's own stream; -1: it occupies ``stream``."""
+    chosen: tuple[int, int] | None = None
+    """Of a dispatch that sends a token once to each place with any of its experts: the number of a token's
+    experts, and of all experts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,28 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.simulate.program import Collective, Program
 from fsdp2prof.estimators.techniques.technique import About, Technique
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal
+
+_TOP_K = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")
+"""Names of that number in configurations of Hugging Face."""
+
+
+def _chosen(model: Model) -> int:
+    """Experts that a token goes to. Raises ``ModelError`` if the model does not say."""
+    if model.config is not None and model.config.experts is not None:
+        return model.config.experts.top_k
+    config = getattr(model.module, "config", None)
+    text = config.get_text_config() if config is not None else None
+    found = next((one for name in _TOP_K if (one := getattr(text, name, None))), None)
+    if found is None:
+        raise ModelError(f"expert_dispatch: {model.name} does not say how many experts a token goes to")
+    return int(found)
+
+
+def _sends_tokens(command: Collective) -> bool:
+    return command.mesh_dim == "ep" and not command.dtype.startswith("int")
 
 
 class ExpertParallel(Technique):
@@ -19,6 +39,8 @@ class ExpertParallel(Technique):
     def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
         """Refuse a model without experts, or whose experts the ranks do not divide."""
         if mesh.ep == 1:
+            if policy.expert_dispatch != "all-to-all":
+                raise ModelError("expert_dispatch needs expert parallelism: add ep to the mesh")
             if policy.imbalance != 1:
                 raise ModelError(
                     "imbalance: rows are exchanged under expert parallelism only: add ep to the mesh"
@@ -53,6 +75,19 @@ class ExpertParallel(Technique):
         if plan is not None:
             plan = plan.with_experts_apart(model.experts)
         return replace(model, expert_ranks=mesh.ep, tensor_parallel=plan)
+
+    def change_program(self, program: Program, model: Model, mesh: MeshSpec, policy: PolicySpec) -> Program:
+        """Say which exchanges send a token once to each place."""
+        if policy.expert_dispatch != "once" or mesh.ep == 1:
+            return program
+        chosen = _chosen(model), model.expert_count * model.expert_ranks
+        commands = [
+            replace(command, chosen=chosen)
+            if isinstance(command, Collective) and command.op == "all_to_all" and _sends_tokens(command)
+            else command
+            for command in program.commands
+        ]
+        return replace(program, commands=commands)
 
     def notes(self, about: About, mesh: MeshSpec, policy: PolicySpec) -> Iterator[str]:
         """How tokens spread."""

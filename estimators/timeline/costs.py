@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, comb
 
 import numpy as np
 
@@ -83,7 +83,7 @@ class ClusterCosts:
     def __post_init__(self) -> None:
         self.launch_latency_ns = self.host.launch_latency_ns
         self._kernels: dict[Work, int] = {}
-        self._transfers: dict[tuple[str, int, str, int], Transfer] = {}
+        self._transfers: dict[tuple[str, int, str, int, tuple[int, int] | None], Transfer] = {}
 
     def kernel_ns(self, kernel: Kernel) -> int:
         """Time of a kernel alone; 0 for commands that launch nothing."""
@@ -110,11 +110,17 @@ class ClusterCosts:
 
     def transfer(self, collective: Collective) -> Transfer:
         """Return time, link and bandwidth of a collective."""
-        key = (collective.op, collective.payload_bytes, collective.mesh_dim, collective.group_size)
+        key = (
+            collective.op,
+            collective.payload_bytes,
+            collective.mesh_dim,
+            collective.group_size,
+            collective.chosen,
+        )
         known = self._transfers.get(key)
         if known is None:
             place = self.placement(collective)
-            known = transfer(collective.op, collective.payload_bytes, place, self.cluster)
+            known = transfer(collective.op, collective.payload_bytes, place, self.cluster, collective.chosen)
             self._transfers[key] = known
         return known
 
@@ -228,8 +234,17 @@ class Transfer:
     """Bus bandwidth once under way."""
 
 
-def transfer(op: str, payload_bytes: int, placement: Placement, cluster: Cluster) -> Transfer:
-    """Return the time of one collective over ``placement``'s ranks. One rank takes none."""
+def transfer(
+    op: str,
+    payload_bytes: int,
+    placement: Placement,
+    cluster: Cluster,
+    chosen: tuple[int, int] | None = None,
+) -> Transfer:
+    """Return the time of one collective over ``placement``'s ranks. One rank takes none.
+
+    ``chosen`` is that of a ``Collective``.
+    """
     n = placement.ranks
     if n == 1:
         return Transfer(0, "", 0.0)
@@ -238,11 +253,12 @@ def transfer(op: str, payload_bytes: int, placement: Placement, cluster: Cluster
         return Transfer(measured, cluster.node_link, payload_bytes * 1e9 / measured)
     passes = 2 if op == "all_reduce" else 1
     moved = payload_bytes * (1.0 if op in ("send_recv", "broadcast") else passes * (n - 1) / n)
+    moved *= _sent_once(n, chosen)
     link = "network" if placement.nodes > 1 else cluster.node_link
     slowed = _slowed(payload_bytes, placement, cluster)
     bandwidth = slowed * cluster.bus_bytes_per_s(placement)
     if op == "all_to_all" and placement.nodes > 1:
-        moved, bandwidth = _exchanged(payload_bytes, placement, cluster)
+        moved, bandwidth = _exchanged(payload_bytes, placement, cluster, chosen)
     steps = 1 if op in ("send_recv",) else passes * (n - 1)
     across = 0 if placement.nodes == 1 else min(steps, passes * placement.nodes)
     times = {}
@@ -266,14 +282,29 @@ def _slowed(payload_bytes: int, placement: Placement, cluster: Cluster) -> float
     return cluster.small_frac / cluster.node_frac if small else 1.0
 
 
-def _exchanged(payload_bytes: int, placement: Placement, cluster: Cluster) -> tuple[float, float]:
+def _sent_once(places: int, chosen: tuple[int, int] | None) -> float:
+    """Part of an all-to-all's bytes if a token goes once to each of ``places`` that has any of its experts.
+
+    With the experts of a token drawn evenly from all, and as many of them in each place.
+    """
+    if chosen is None:
+        return 1.0
+    top_k, experts = chosen
+    missed = comb(experts - experts // places, top_k) / comb(experts, top_k)
+    return places * (1 - missed) / top_k
+
+
+def _exchanged(
+    payload_bytes: int, placement: Placement, cluster: Cluster, chosen: tuple[int, int] | None
+) -> tuple[float, float]:
     """Bytes of an all-to-all over the slower of the node's links and its network, and that one's bandwidth.
 
     Every rank of a node sends its own bytes to other nodes, where a ring passes the same ones on.
     """
     n, here = placement.ranks, placement.per_node
-    inside = payload_bytes * (n - 1) / n, cluster.node_bytes_per_s(placement)
-    across = here * payload_bytes * (n - here) / n, cluster.network_bytes_per_s(placement)
+    inside = payload_bytes * (n - 1) / n * _sent_once(n, chosen), cluster.node_bytes_per_s(placement)
+    between = here * payload_bytes * (n - here) / n * _sent_once(placement.nodes, chosen)
+    across = between, cluster.network_bytes_per_s(placement)
     return max(inside, across, key=lambda part: part[0] / part[1])
 
 

@@ -540,8 +540,8 @@ def _idle(verb: str, given: frozenset[str]) -> list[str]:
     options = options_of(PolicySpec)
     memory_only = {name for name, declared in options.items() if declared.memory_only}
     idle = {
-        "memory": _CLUSTER - {"hardware"},
-        "comm": memory_only | _CLUSTER | {"attention", "norm", "mlp", "fused_kernels"},
+        "memory": _CLUSTER - {"hardware"} | {"expert_dispatch"},
+        "comm": memory_only | _CLUSTER | {"attention", "norm", "mlp", "fused_kernels", "expert_dispatch"},
         "step": memory_only,
         "checkpoint": _CLUSTER | (options.keys() - _CHECKPOINTED),
     }[verb]

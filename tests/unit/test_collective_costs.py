@@ -47,6 +47,24 @@ def test_groups_of_a_node_share_its_network() -> None:
     assert (placed.nodes, placed.groups_per_node) == (2, 8)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "chosen", "share"),
+    [
+        (2, (1, 4), 1.0),
+        # two of four experts, two of them here: both in one place with 2/6, so to 5/3 places instead of 2
+        (2, (2, 4), 5 / 6),
+        # over two nodes the network decides: one copy each for the two nodes instead of eight
+        (16, (8, 256), 2 / 8),
+    ],
+)
+def test_a_token_goes_once_to_each_place_that_has_any_of_its_experts(
+    ranks: int, chosen: tuple[int, int], share: float
+) -> None:
+    place = EIGHT.place(ranks, 1)
+    whole, once = (transfer("all_to_all", 8 * GIB, place, EIGHT, how).ns for how in (None, chosen))
+    assert once / whole == pytest.approx(share, rel=0.01)
+
+
 def test_small_collectives_vary_by_themselves() -> None:
     slowed = replace(EIGHT, node_frac=0.9, small_frac=0.6)
     for payload, share in ((128 << 20, 0.6), (GIB, 0.9)):

@@ -320,7 +320,6 @@ def test_what_a_registry_tells_its_model_is_read(tmp_path: Path) -> None:
     assert not run.read.not_known
     assert [one for one in run.read.open if "--documents varlen:K" in one]
     said = " ".join(run.read.notes)
-    assert "moe_comm_backend = hybridep is not" in said
     assert "converter Float8GroupedExpertsConverter is not" in said
     with pytest.raises(ModelError, match="num_mtp_layers = 1"):
         read_trainer_files([folder / "config_registry.py:predicts_more"], world_size=8)
@@ -626,7 +625,11 @@ def test_pipelines_experts_and_patterns_of_automodel(tmp_path: Path) -> None:
         "lora": "r=8,targets=*_proj?",
     }  # fmt: skip
     assert {key: policy[key] for key in expected} == expected
-    assert any("model.backend.dispatcher = deepep is not modelled" in note for note in run.read.notes)
+    assert policy["expert_dispatch"] == "once"
+    assert any("model.backend.dispatcher = deepep: its own buffers" in note for note in run.read.notes)
+    other = read(tmp_path, ("nemo.yaml", PIPELINED), world_size=8, overrides=["model.backend.dispatcher=own"])
+    assert "expert_dispatch" not in other.values["policy"]
+    assert any("model.backend.dispatcher = own is not modelled" in note for note in other.read.notes)
     assert any(note.startswith("model.backend.linear = te: torch") for note in run.read.notes)
     assert policy["pp_runs"] == 2
     short = PIPELINED.replace("pp_microbatch_size: 2", "pp_microbatch_size: 2, layers_per_stage: 4")

@@ -163,11 +163,7 @@ def _sharding(run: Reading) -> None:
     else:
         for section in ("distributed.pipeline", "autopipeline"):
             _idle(run, section, "pipeline parallelism is 1")
-    dispatcher = run.get("model.backend.dispatcher", "model.backend.enable_deepep")
-    if experts and dispatcher.word() not in ("", "torch", "false"):
-        run.notes.append(
-            f"{dispatcher.key} = {dispatcher.value} is not modelled: NCCL's all-to-all is estimated"
-        )
+    run.set_dispatch(run.get("model.backend.dispatcher", "model.backend.enable_deepep"))
     attention = run.get("model.backend.attn", "model.attn_implementation")
     kernel = {"te": "cudnn", "flex": "flash", "flash_attention_2": "flash", "flash_attention_3": "flash3"}
     if attention.word() == "flex":

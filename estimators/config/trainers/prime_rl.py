@@ -56,6 +56,7 @@ def read_prime_rl(run: Reading) -> None:
             "dp_shard": Value("world size", -1, "torchrun", given=False),
         }
     )
+    run.set_dispatch(key("model.ep_comm_backend"))
     if key("model.cp_style").word() == "ulysses" and run.mesh.get("cp", 1) > 1:
         run.notes.append(
             "cp_style = ulysses: estimated as ring attention, whose exchanges are larger and overlapped"

@@ -293,6 +293,16 @@ class Reading:
         if runs > 1:
             self.set("pp_runs", runs, *reads)
 
+    def set_dispatch(self, read: Value) -> None:
+        """How tokens reach experts on other ranks, by the name of a library; its buffers are not counted."""
+        if self.mesh.get("ep", 1) == 1 or read.word() in ("", "none", "torch", "standard", "false"):
+            return
+        if read.word() in ("deepep", "hybridep", "true"):
+            self.set("expert_dispatch", "once", read)
+            self.notes.append(f"{read.key} = {read.value}: its own buffers are not in the estimate of memory")
+        else:
+            self.notes.append(f"{read.key} = {read.value} is not modelled: NCCL's all-to-all is estimated")
+
     @property
     def data_ranks(self) -> int:
         """Number of data-parallel ranks, each with its own batches."""

@@ -82,9 +82,6 @@ def _model(run: Reading) -> None:
     if attention in ("true", "flex", "varlen"):
         kind = "flex" if attention == "true" else attention
         run.ask("documents", f"{kind} attention: documents in a sequence are not in the file", f" {kind}:K")
-    exchange = run.get("model.moe_comm_backend")
-    if exchange.word() not in ("", "standard"):
-        run.notes.append(f"{exchange.key} = {exchange.value} is not modelled: NCCL's all-to-all is estimated")
     products = run.get("model.tp_gemm_backend")
     if products.word() not in ("", "default"):
         run.notes.append(f"{products.key} = {products.value} is not modelled: torch's products are estimated")
@@ -113,6 +110,7 @@ def _mesh(run: Reading) -> None:
             ),
         }
     )
+    run.set_dispatch(run.get("model.moe_comm_backend", "parallelism.expert_parallel_comm_backend"))
     etp = degree("expert_tensor_parallel")
     if etp.value not in (None, 1) and run.mesh.get("ep", 1) > 1:
         run.notes.append(f"{etp.key} = {etp.value}: experts that tensor parallelism divides are not modelled")
