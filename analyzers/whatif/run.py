@@ -306,7 +306,7 @@ def _by_launch(one: IntArray, other: IntArray) -> dict[int, list[int]]:
     }
 
 
-_RUN, _AWAIT, _SINGLE = range(3)
+_RUN, _AWAIT, _SINGLE, _OTHER = range(4)
 
 
 class _Rank:
@@ -341,7 +341,7 @@ class _Rank:
         self._meeting = table.meeting[activity]
         self._ends: list[int | None] = []
         """Of every launch so far; None while that depends on ranks that have not come so far."""
-        self._starts: dict[int, int] = {}
+        self._starts = [0] * len(order.at)
 
     def steps(self) -> Iterator[None]:
         """Run; yields whenever the rank waits for another one."""
@@ -363,6 +363,16 @@ class _Rank:
                 base = max(base, over - offset)
                 bases.append(base)
                 continue
+            if what == _SINGLE:
+                for before in depends.get(one, nothing):
+                    over = ends[before]
+                    while over is None and (over := self._over(before)) is None:
+                        yield None
+                    if over > start:
+                        start = over
+                starts[one] = start = start + more
+                ends[one] = start + other
+                continue
             if fixed[one]:
                 start = recorded[one]
             else:
@@ -377,7 +387,7 @@ class _Rank:
                         while (over := self._over(other)) is None:
                             yield None
                         # it ran beside the one before it, and does so no longer than that
-                        start = max(start, over - int(self._overlap[one]), starts.get(other, _LONG_OVER))
+                        start = max(start, over - int(self._overlap[one]), starts[other])
                 start += gap[one]
             starts[one] = start
             if meeting[one] >= 0:
@@ -385,7 +395,7 @@ class _Rank:
                 self._meetings.arrive(meeting[one], program.rank, start + program.shift_ns)
             else:
                 ends[one] = start + length[one]
-        for one in starts:
+        for one in np.flatnonzero(self._meeting >= 0).tolist():
             while ends[one] is None and self._over(one) is None:
                 yield None
 
@@ -404,8 +414,9 @@ class _Rank:
         """Yield five columns of what happens, in the order of the host's points.
 
         A run: its last launch, its end after the host's time and after the end of the launch before it, and
-        that launch. A wait: what is awaited (-1 is nothing), and the host's work. Another launch: itself, and
-        its offset from the host's time.
+        that launch. A wait: what is awaited (-1 is nothing), and the host's work. Another launch: itself, its
+        offset from the host's time, its gap and its length; it is of another kind if it is fixed, meets other
+        ranks, or ran beside another.
         """
         order = self._order
         rows, first = order.rows, order.first
@@ -418,14 +429,17 @@ class _Rank:
         awaits, single = order.awaits, order.single
         awaited = number[points.awaits[awaits]]
         awaited = np.where(order.at[awaited] < awaits, awaited, -1) if len(order.at) else awaited
-        nothing, none = np.zeros(len(awaits), dtype=np.int64), np.zeros(len(single), dtype=np.int64)
+        nothing = np.zeros(len(awaits), dtype=np.int64)
         what = np.repeat([_RUN, _AWAIT, _SINGLE], [len(first), len(awaits), len(single)])
+        special = order.fixed | (self._meeting >= 0)
+        special[[*order.beside]] = True
+        what[len(what) - len(single) :][special[single]] = _OTHER
         columns = (
             what,
             np.concatenate([rows[last], awaited, single]),
             np.concatenate([end, self._host[awaits], self._offset[single]]),
-            np.concatenate([took[last] - before[first], nothing, none]),
-            np.concatenate([order.before, nothing, none]),
+            np.concatenate([took[last] - before[first], nothing, self._gap[single]]),
+            np.concatenate([order.before, nothing, self._length[single]]),
         )
         place = np.concatenate([order.at[rows[last]], awaits, order.at[single]])
         by_place = np.argsort(place, kind="stable")
@@ -442,9 +456,7 @@ class _Rank:
         """Return when everything happened, after the last step."""
         order, points = self._order, self._program.points
         end = np.array(self._ends, dtype=np.int64)
-        start = np.zeros(len(end), dtype=np.int64)
-        single = np.fromiter(self._starts, dtype=np.int64, count=len(self._starts))
-        start[single] = np.fromiter(self._starts.values(), dtype=np.int64, count=len(self._starts))
+        start = np.array(self._starts, dtype=np.int64)
         bases = np.array(self._bases, dtype=np.int64)
         rows, first = order.rows, order.first
         if len(rows):
