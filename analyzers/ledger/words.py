@@ -25,6 +25,8 @@ _UNEXPLAINED = ("queued", "unknown")
 """Causes that say that time is lost, and not to what."""
 _MUCH = 0.1
 """Fraction of a step from which such a loss, or the second cause, is named."""
+_MUCH_MORE = 2
+"""Times the time of the first change's cause from which a larger one without a change is named beside it."""
 _NAMED = 3
 """Causes that one sentence names."""
 _ROUNDING = 0.005
@@ -47,7 +49,7 @@ def trace_verdict(analysis: TraceAnalysis) -> list[str]:
             f"{head} {ledger.bound}".strip(),
         ]
     else:
-        lines = [f"{first.said} {head}", try_first(first, ledger)]
+        lines = [f"{first.said} {head}{_larger(first, ledger)}", try_first(first, ledger)]
     return [*missing, *lines, *ledger.not_judged][:3]
 
 
@@ -64,9 +66,24 @@ def _unexplained(ledger: Ledger, head: str) -> list[str]:
     then = "The recording does not show which change would avoid it."
     if worst.remedy is not None and worst.remedy.basis == "unknown":  # it asks for a recording that tells
         then = worst.remedy.change
-    if any(one.ns > worst.ns for one in ledger.entries if one.cause != "compute"):
+    if any(one.ns > worst.ns for one in ledger.entries if _is_lost(one)):
         return [f"{head} {ledger.bound}", f"{worst.said} {then}"]
     return [f"{worst.said} {head}", then]
+
+
+def _larger(told: LedgerEntry, ledger: Ledger) -> str:
+    """Name the largest cause without a known change, if it costs much more than the one that has one."""
+    lost = [one for one in ledger.entries if _is_lost(one) and not one.told]
+    worst = max(lost, key=lambda one: one.ns, default=None)
+    if worst is None or worst.ns < _MUCH_MORE * told.ns or worst.frac < _MUCH:
+        return ""
+    cost = f"{format_ns(worst.ns)} ({format_frac(worst.frac)})"
+    return f" A larger part, {cost}, is {worst.title}; the recording does not show how to avoid it."
+
+
+def _is_lost(entry: LedgerEntry) -> bool:
+    """Whether an entry is time lost in the training itself; a busy machine is reported beside it."""
+    return entry.cause not in ("compute", "tracing", "starved")
 
 
 def _nothing(tried: Sequence[WhatIfChange], ledger: Ledger) -> str:

@@ -16,7 +16,7 @@ from support.sharded_groups import sharded_group
 from fsdp2prof.analyzers.ledger.account import with_ledger
 from fsdp2prof.analyzers.ledger.book import UNTRACED
 from fsdp2prof.analyzers.ledger.charges import Charge
-from fsdp2prof.analyzers.ledger.words import _unexplained, try_first
+from fsdp2prof.analyzers.ledger.words import _larger, _unexplained, try_first
 from fsdp2prof.analyzers.recorded_groups import repeated_units, untrained_units
 from fsdp2prof.analyzers.trace.operators import KernelSum, additional_ns
 from fsdp2prof.manifest import (
@@ -1082,10 +1082,10 @@ def test_a_loss_is_named_only_where_layers_and_a_backward_are_known(
 
 def test_the_largest_cause_opens_where_no_change_is_known() -> None:
     queued = {"cause": "queued", "ns": 20 * MS, "phase": "forward"}
-    alone, both = ledger_of([queued]), ledger_of([queued, {"cause": "tracing", "ns": 50 * MS}])
+    alone, both = ledger_of([queued]), ledger_of([queued, {"cause": "fsdp_copy", "ns": 26 * MS}])
     assert not told(both)
     first, second = _unexplained(both, "A step takes 70 ms.")
-    assert "tracing" in first
+    assert "FSDP copies" in first
     assert second.startswith("Launched work waits")
     assert _unexplained(alone, "A step takes 20 ms.")[0].startswith("Launched work waits")
 
@@ -1096,3 +1096,11 @@ def test_compilation_in_the_first_step_alone_is_not_told(why: str | None) -> Non
     compiled = {"cause": "compilation", "ns": 30 * MS, "phase": "forward", "why": why}
     assert not told(ledger_of([compiled], only_step=0))
     assert [one.id for one in told(ledger_of([compiled], only_step=1))] == ["recompilation"]
+
+
+@pytest.mark.parametrize(("lost_ns", "named"), [(24 * MS, True), (12 * MS, False)])
+def test_a_much_larger_cause_without_a_change_is_named_beside_the_change(lost_ns: int, named: bool) -> None:
+    memory = {"cause": "compute", "ns": 8 * MS, "why": "loop", "site": "a.py:4 (pairs)", "phase": "forward"}
+    ledger = ledger_of([memory | {"why": "float64"}, {"cause": "unknown", "ns": lost_ns, "phase": "forward"}])
+    (first,) = told(ledger)
+    assert ("A larger part" in _larger(first, ledger)) == named
