@@ -13,6 +13,7 @@ from fsdp2prof.analyzers.ledger.book import ALL, Book, main_layer, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.machine_rules import waits_for_processors
 from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
+from fsdp2prof.analyzers.sites import SITE
 from fsdp2prof.analyzers.steps import added_ns, are_unlike
 from fsdp2prof.backends import blocks_its_host
 from fsdp2prof.manifest import OptimizerInfo
@@ -28,18 +29,13 @@ _OFTEN, _LONG_PAUSE = 0.75, 0.25
 """Part of a rank's steps in which it pauses at one place, or part of a step that one pause takes, from which
 on the pause is the script's own."""
 
-LINE = re.compile(r"\(\d+\): |:\d+ \(")
-"""In a Python line, as the recorder (``f() in a.py:7 (g)``) or the profiler (``a.py(7): g``) writes it."""
-_OF_FUNCTION = re.compile(r"(?:\S+\(\) in )?([^()]+):\d+ \((?!<module>)(.+)\)")
-"""A line that the recorder saw in a function: the file, and the function; a script's outermost lines are one
-each."""
 UPDATING = "updating"
 """Why an offloaded training's device idles in the optimizer."""
 LOADING = "loading"
 """Why the training's own process works for a batch."""
-_OBJECTS = re.compile(r"(?:all_gather|gather|broadcast|scatter)_object(?:_list)?\(\) in ")
+_OBJECTS = re.compile(r"(?:all_gather|gather|broadcast|scatter)_object(?:_list)?\(\) \(")
 """Lines that exchange Python objects."""
-RUNS_AUTOGRAD = re.compile(r"Backward\d*$|^backward\(\) in ")
+RUNS_AUTOGRAD = re.compile(r"Backward\d*$|^backward\(\) \(")
 """Names of autograd's nodes (``MmBackward0``, FSDP2's ``RegisterPostBackwardFunctionBackward``), and a line
 of the script that starts it."""
 
@@ -253,7 +249,7 @@ def _pauses(book: Book) -> None:
     alone = len(book.analysis.ranks) > 1 and longest >= _NEARLY_ALL * ranks.total()
     waited = len(own) < len(mine)
     place, work = f"{where}: Python code or I/O", where
-    key, in_script = "straggler/pauses" if alone else "host_pause", site is not None and LINE.search(site)
+    key, in_script = "straggler/pauses" if alone else "host_pause", site is not None and SITE.fullmatch(site)
     if site:
         work = f"at {site}" if in_script else f"in `{site}`"
         place = work if phase == "other" else f"{work}, {where}"
@@ -285,7 +281,7 @@ def _give_to_optimizer(book: Book) -> None:
     have an optimizer of its own.
     """
     seen = [
-        one for cause in ("host", "host_pause") for one in book.left(cause) if LINE.search(one.site or "")
+        one for cause in ("host", "host_pause") for one in book.left(cause) if SITE.fullmatch(one.site or "")
     ]
     if not seen or not book.on_device:
         return
@@ -301,8 +297,8 @@ def _give_to_optimizer(book: Book) -> None:
 
 def _function(one: Charge) -> str | None:
     """Return file and function of a charge's line; None of another place or a script's outermost line."""
-    line = _OF_FUNCTION.fullmatch(one.site or "")
-    return None if line is None else line[1] + line[2]
+    line = SITE.fullmatch(one.site or "")
+    return None if line is None or line["function"] is None else line["file"] + line["function"]
 
 
 def pausing_at(one: Charge) -> tuple[str | None, str | None, str]:
@@ -310,8 +306,8 @@ def pausing_at(one: Charge) -> tuple[str | None, str | None, str]:
 
     Without a line of the script it is the operator, if any, and the layer.
     """
-    line = _OF_FUNCTION.fullmatch(one.site or "")
-    return (one.site, one.fqn, one.phase) if line is None else (line[1] + line[2], None, one.phase)
+    function = _function(one)
+    return (one.site, one.fqn, one.phase) if function is None else (function, None, one.phase)
 
 
 def steady_pauses(book: Book) -> set[tuple[str | None, str | None, str]]:

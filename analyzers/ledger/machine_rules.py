@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
+from fsdp2prof.analyzers.sites import site_name, without_call
 from fsdp2prof.manifest import MachineInfo, RankManifest
 from fsdp2prof.units import format_frac, plural
 
@@ -200,8 +201,8 @@ def _threads(book: Book) -> None:
     for manifest in book.manifests:
         for step in manifest.host_steps:
             lines.update(step.python_threads)
-    called, inside, line = lines.most_common(1)[0][0].partition("() in ")
-    book.enter(mine, "starved_host/interpreter", {"line": line if inside else called})
+    line = without_call(site_name(lines.most_common(1)[0][0]))
+    book.enter(mine, "starved_host/interpreter", {"line": line})
 
 
 def _taken(book: Book, amounts: Mapping[tuple[int, int], int], causes: Sequence[str]) -> list[Charge]:

@@ -19,9 +19,9 @@ _MOST_OF_MODEL = 0.5
 """Fraction of the bytes gathered in forward from which gathers outside FSDP count as gathers of the whole
 model."""
 _SAVES = re.compile(
-    r"(?:^|[ (._])(?:\w*save\w*|inner_func)\(\) in "
-    r"|\((?:\w*save\w*|checkpoint|(?:write|store|dump|make|take|create|do|maybe)_\w*checkpoint\w*"
-    r"|checkpoint_(?:model|state|step)\w*)\)$"
+    r"(?:^|[ (._])(?:\w*save\w*|inner_func)\(\) \("
+    r"| in (?:\w*save\w*|checkpoint|(?:write|store|dump|make|take|create|do|maybe)_\w*checkpoint\w*"
+    r"|checkpoint_(?:model|state|step)\w*)\(\)\)?$"
 )
 """Lines that save: they call such a function, or ``torch.distributed.checkpoint``'s wrapper, or are in one.
 ``torch.utils.checkpoint.checkpoint()`` and functions that train with it do not."""
@@ -214,7 +214,7 @@ def _change(kind: str, site: str | None) -> str:
     change = texts.get(f"outside_fsdp/{kind}", texts["outside_fsdp/other"])["change"]
     if site is None:
         return change
-    called, calls, _ = site.partition("() in ")
+    called, calls, _ = site.partition("() (")
     called = "state_dict" if "state_dict" in called else called
     if calls and (at := texts.get(f"outside_fsdp/{called}()")):
         return fill(at["change"], {"site": site})

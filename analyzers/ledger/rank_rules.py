@@ -11,10 +11,11 @@ from statistics import median_high
 from fsdp2prof.analyzers.layers import named_layer, numbered
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
-from fsdp2prof.analyzers.ledger.host_rules import LINE, pausing_at, steady_pauses
+from fsdp2prof.analyzers.ledger.host_rules import pausing_at, steady_pauses
 from fsdp2prof.analyzers.ledger.machine_rules import oversubscribed, starved_ranks, waits_for_processors
 from fsdp2prof.analyzers.ranks.stragglers import LATE_FROM_THE_START
 from fsdp2prof.analyzers.ranks.summary import GARBAGE
+from fsdp2prof.analyzers.sites import SITE, without_call
 from fsdp2prof.results.communication import LateRank, LateRanks
 from fsdp2prof.results.finding import EvidenceValue
 from fsdp2prof.units import format_frac, format_ns
@@ -243,8 +244,8 @@ def _for_lines(book: Book) -> None:
         return
     waited: dict[str, dict[int, Counter[int]]] = defaultdict(lambda: defaultdict(Counter))
     for one in book.left("uneven_ranks"):
-        if one.why == "host" and one.late_rank is not None and one.site and LINE.search(one.site):
-            waited[_line_of(one.site)][one.late_rank][one.step] += one.ns
+        if one.why == "host" and one.late_rank is not None and one.site and SITE.fullmatch(one.site):
+            waited[without_call(one.site)][one.late_rank][one.step] += one.ns
     others = max(1, len(book.analysis.ranks) - 1)
     large = book.thresholds.cpu_cost_frac * book.total_ns / max(1, book.rank_steps)
     steps = max(1, book.rank_steps // max(1, len(book.analysis.ranks)))
@@ -260,12 +261,7 @@ def _for_lines(book: Book) -> None:
 
 
 def _is_for(rank: int, line: str, one: Charge) -> bool:
-    return one.late_rank == rank and one.why == "host" and _line_of(one.site or "") == line
-
-
-def _line_of(site: str) -> str:
-    """``a.py:7 (g)``, whatever the script calls there (``f() in a.py:7 (g)``)."""
-    return site.rpartition("() in ")[2]
+    return one.late_rank == rank and one.why == "host" and without_call(one.site or "") == line
 
 
 def _operations(book: Book) -> dict[int, dict[int, int]]:

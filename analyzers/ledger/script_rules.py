@@ -10,10 +10,10 @@ from itertools import combinations
 from fsdp2prof.analyzers.layers import in_phase
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
+from fsdp2prof.analyzers.sites import SITE
 from fsdp2prof.results.ledger import LedgerEntry
 
 _RUNNING = ("compute", "host", "host_pause")
-_SITE = re.compile(r"(?:(?P<call>\S+)\(\) in )?(?P<file>.+):(?P<line>\d+) \((?P<function>.+)\)")
 _NEAR = 3
 """Lines of a function that lie as close are one place."""
 _OF_TRAINING = frozenset(
@@ -58,7 +58,7 @@ def _of_one_place(entries: Sequence[LedgerEntry]) -> tuple[int, int] | None:
 def _place_of(entry: LedgerEntry) -> re.Match[str] | None:
     site = entry.evidence.get("site")
     named = isinstance(site, str) and entry.remedy is not None and entry.id != "garbage_collection"
-    return _SITE.fullmatch(str(site)) if named else None
+    return SITE.fullmatch(str(site)) if named else None
 
 
 def _same_place(one: LedgerEntry, other: LedgerEntry) -> bool:
@@ -95,9 +95,9 @@ def _places(charges: Sequence[Charge]) -> dict[str | None, str]:
     spent: Counter[str] = Counter()
     for one in charges:
         spent[one.site or ""] += one.ns
-    known = {site: found for site in spent if (found := _SITE.fullmatch(site)) is not None}
+    known = {site: found for site in spent if (found := SITE.fullmatch(site)) is not None}
     ordered = sorted(
-        known, key=lambda one: (known[one]["file"], known[one]["function"], int(known[one]["line"]))
+        known, key=lambda one: (known[one]["file"], known[one]["function"] or "", int(known[one]["line"]))
     )
     place: dict[str | None, str] = {}
     cluster: list[str] = []
@@ -117,7 +117,7 @@ def _close(one: re.Match[str], other: re.Match[str]) -> bool:
 
 def _enter_outside(book: Book, mine: list[Charge], place: str | None) -> bool:
     """Enter the computation of one line outside forward, loss, backward and optimizer; False if it pauses."""
-    site = None if place is None else _SITE.fullmatch(place)
+    site = None if place is None else SITE.fullmatch(place)
     called = None if site is None else site["call"]
     working = sum(one.ns for one in mine if one.cause == "compute")
     whole = sum(one.ns for one in mine)
@@ -126,12 +126,12 @@ def _enter_outside(book: Book, mine: list[Charge], place: str | None) -> bool:
         return False
     looped = sum(one.ns for one in mine if one.why == "outside_loop") >= _HALF * whole
     key = "work_outside_training"
-    if place.endswith(", a hook)"):
+    if site is not None and site["hook"]:
         key = "work_outside_training/hook"
     elif called in _COPIES:
         key = "work_outside_training/copies"
     elif looped:
-        clips = site is not None and _CLIPS.search(site["function"])
+        clips = site is not None and _CLIPS.search(site["function"] or "")
         key = "work_outside_training/clipping" if clips else "work_outside_training/loop"
     small = ", most of it in a loop of small operators" if looped else ""
     book.enter(mine, key, {"site": place, "loop": looped}, small=small)

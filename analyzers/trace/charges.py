@@ -17,6 +17,7 @@ from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.analyzers.ledger.charges import Charge, CollectivePieces, RankCharges
 from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.recorded_groups import repeated_units, untrained_units
+from fsdp2prof.analyzers.sites import site_name
 from fsdp2prof.analyzers.steps import STEP_LABEL
 from fsdp2prof.analyzers.trace.activities import (
     beginning_in,
@@ -419,7 +420,7 @@ class _Charging:
                 length = ends[around] - begins[around]
                 name = events.name[int(ranges[around[int(length.argmin())]])]
                 if name is not None:
-                    found[row] = name
+                    found[row] = site_name(name)
         return found
 
     def collectives(self, blocked: Intervals, dry: IntArray) -> CollectivePieces:

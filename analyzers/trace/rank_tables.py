@@ -25,6 +25,7 @@ from fsdp2prof.analyzers.launches import (
 )
 from fsdp2prof.analyzers.phases import build_phases
 from fsdp2prof.analyzers.ranks.summary import GARBAGE
+from fsdp2prof.analyzers.sites import site_name
 from fsdp2prof.analyzers.steps import Window, host_steps, step_windows
 from fsdp2prof.analyzers.trace.accounting import (
     Exposure,
@@ -142,7 +143,7 @@ class Lines:
             inside = min(end, int(self.end_ns[row])) - max(start, int(self.start_ns[row]))
             line = self.line[row]
             # All of autograd's work is seen inside the call of backward: that says nothing about a pause.
-            spent[None if line is None or line.startswith("backward() in ") else line] += inside + 1
+            spent[None if line is None or line.startswith("backward() (") else line] += inside + 1
         return spent.most_common(1)[0][0]
 
 
@@ -179,7 +180,9 @@ def sighted(trace: Trace, manifest: RankManifest | None) -> Sighted:
 def _lines(spans: list[HostSpan], base_ns: int) -> Lines:
     start, end = _times(spans, base_ns)
     order = np.argsort(start, kind="stable")
-    return Lines(start[order], end[order], Strings.intern([span.line for span in spans]).take(order))
+    return Lines(
+        start[order], end[order], Strings.intern([site_name(span.line) for span in spans]).take(order)
+    )
 
 
 def _times(spans: Iterable[HostSpan], base_ns: int) -> tuple[IntArray, IntArray]:

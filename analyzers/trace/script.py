@@ -19,6 +19,7 @@ import numpy as np
 
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.phases import find_rows
+from fsdp2prof.analyzers.sites import SITE
 from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS, outermost
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.analyzers.trace.spans import loading, loading_rows
@@ -51,8 +52,6 @@ OF_FORWARD = frozenset(
 REBUILT = "rebuilt"
 _SEED = "aten::random_"
 _OF_MANY = re.compile("_foreach_|_fused_")
-HOOK = ", a hook)"
-"""How a line ends that a module called, and not as its forward."""
 _CHECK = "aten::_is_any_true"
 """What autograd calls on the NaNs of every gradient while anomaly detection is on
 (torch/csrc/autograd/engine.cpp), and no script: ``torch.isnan(x).any()`` is ``aten::any``."""
@@ -186,7 +185,9 @@ class Script:
 
 
 def _is_hook(line: str) -> bool:
-    return line.endswith(HOOK)
+    """Whether a module called this line, and not as its forward."""
+    site = SITE.fullmatch(line)
+    return site is not None and site["hook"] is not None
 
 
 def is_outside(phase: Strings) -> BoolArray:

@@ -92,7 +92,7 @@ def test_parts_follow_one_another_and_the_run_comes_last() -> None:
     assert anchors[-1] == "run"
     assert (document.title, document.subtitle) == (
         "Run runs/sample",
-        "partial, exit code 0, 3 ranks on node0",
+        "partial, exit code 0, ranks 0-1 of 3 recorded on node0",
     )
     assert document.warnings[0] == "1 of 3 ranks left no recording: rank 2"
     labels = [number.label for number in document.numbers]
@@ -153,7 +153,7 @@ def test_a_run_that_left_only_its_manifests() -> None:
     text = text_of(combine(run_summary(), None, None))
     assert "Command and environment" in text
     assert "Where the step goes" not in text
-    assert "3 ranks on node0" in text
+    assert "ranks 0-1 of 3 recorded on node0" in text
 
 
 @pytest.mark.parametrize("hostile", [None, "a_very_long_module_name." * 12, HOSTILE])

@@ -337,6 +337,26 @@ def test_a_wait_is_listed_once_on_the_rank_that_waits_longest() -> None:
     assert len(table.unabridged.rows) == 3
 
 
+@pytest.mark.parametrize(("cause", "waits"), [("host", False), ("late_rank", True)])
+def test_a_timeline_is_titled_by_the_loss_that_the_verdict_begins_with(cause: str, waits: bool) -> None:
+    """A host that launches too slowly is no wait for a collective; a late rank is."""
+    base = trace_analysis()
+    assert base.ledger is not None
+    loss = replace(base.ledger.entries[0], cause=cause, title="too slow a launch", ns=12.0 * MS, frac=0.24)
+    made = timeline(Random(0), 1)
+    stall = TimelineStall(
+        fqn="layers.0", phase="forward", lane="all_gather", start_ns=0, end_ns=50, needed_ns=10, stall_ns=40,
+        cause="launch",
+    )  # fmt: skip
+    made = replace(made, ranks=[replace(made.ranks[0], stalls=[stall])])
+    (section,) = timeline_section(made, loss=loss)
+    chart = section.blocks[0]
+    assert isinstance(chart, Chart)
+    longest = "he longest wait is for layers.0"
+    assert chart.title.startswith(f"T{longest}" if waits else "Too slow a launch: 12.0 ms (24.0%)")
+    assert (f"; t{longest}" in chart.note) is not waits
+
+
 def test_a_change_gains_what_its_cause_is_charged_and_is_not_said_twice() -> None:
     """A replay that removes 9 ms, 4 of which are charged to the cause it removes."""
     base = trace_analysis()

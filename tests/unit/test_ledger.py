@@ -255,7 +255,7 @@ def test_a_python_thread_that_computes_holds_the_interpreter() -> None:
         assert ledger is not None
         assert told(ledger)[:1] == expected
         for entry in ledger.entries[: len(expected)]:
-            assert "train.py:9 (spin)" in entry.said
+            assert "train.py:9 in spin()" in entry.said
 
 
 def test_the_line_seen_most_names_a_stretch_and_collections_their_own() -> None:
@@ -269,7 +269,7 @@ def test_the_line_seen_most_names_a_stretch_and_collections_their_own() -> None:
     seen = sighted(trace, RankManifest(host_steps=[step]))
     start = np.array([0, 150, 310, 120, 2100, 1100])
     end = np.array([90, 450, 350, 900, 2900, 1600])
-    assert seen.lines.seen(start, end) == [None, "a.py:1 (f)", None, "c.py:3 (h)", None, None]
+    assert seen.lines.seen(start, end) == [None, "a.py:1 in f()", None, "c.py:3 in h()", None, None]
     assert seen.gaps(start, end)[-1] == GARBAGE
     assert (
         sighted(replace(trace, base_time_ns=0), RankManifest(host_steps=[step])).lines.seen(start, end)

@@ -110,13 +110,13 @@ def test_gradients_that_fsdp_reduced_are_not_to_be_reduced_at_all(
     """Payloads of the shards of gradients, or others."""
     reduced = [
         {"cause": "other_communication", "ns": 5 * MS, "op": "all_reduce", "count": 10, "bytes": 10 * size,
-         "each_bytes": size, "site": "all_reduce() in train.py:7 (sync)"}
+         "each_bytes": size, "site": "all_reduce() (train.py:7 in sync())"}
         for size in sizes
     ]  # fmt: skip
     (first,) = told(ledger_of(reduced, [sharded()]))
     assert first.id == "all_reduce_outside_fsdp"
     assert first.remedy is not None
-    assert first.remedy.change.startswith("Delete all_reduce() in train.py:7 (sync)") == deleted
+    assert first.remedy.change.startswith("Delete all_reduce() (train.py:7 in sync())") == deleted
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_gradients_of_ignored_parameters_are_reduced_together_and_not_less_often
         "cause": "other_communication",
         "ns": 5 * MS,
         "op": "all_reduce",
-        "site": "all_reduce() in a.py:7 (f)",
+        "site": "all_reduce() (a.py:7 in f())",
     }
     reduced |= {"count": count, "bytes": count * nbytes, "each_bytes": nbytes}
     (first,) = told(ledger_of([reduced], [manifest]))
@@ -161,14 +161,14 @@ def test_all_reduces_of_forward_and_backward_are_the_models(phase: str) -> None:
 @pytest.mark.parametrize(
     ("site", "saves"),
     [
-        ("save() in train.py:64 (epoch)", True),
-        ("train.py:64 (save_checkpoint)", True),
-        ("checkpoint/state.py:3 (_save_shard)", True),
-        ("train.py:64 (checkpoint)", True),
-        ("train.py:64 (write_checkpoint)", True),
-        ("checkpoint() in model.py:64 (forward)", False),
-        ("train.py:64 (train_with_checkpointing)", False),
-        ("train.py:64 (log_metrics)", False),
+        ("save() (train.py:64 in epoch())", True),
+        ("train.py:64 in save_checkpoint()", True),
+        ("checkpoint/state.py:3 in _save_shard()", True),
+        ("train.py:64 in checkpoint()", True),
+        ("train.py:64 in write_checkpoint()", True),
+        ("checkpoint() (model.py:64 in forward())", False),
+        ("train.py:64 in train_with_checkpointing()", False),
+        ("train.py:64 in log_metrics()", False),
     ],
 )
 def test_everything_at_a_line_that_saves_is_one_cause(site: str, saves: bool) -> None:
@@ -184,7 +184,7 @@ def test_everything_at_a_line_that_saves_is_one_cause(site: str, saves: bool) ->
 def test_a_checkpoint_in_one_step_of_several_may_be_one_of_every_few_hundred(
     steps: int, is_told: bool
 ) -> None:
-    site = "train.py:64 (save_checkpoint)"
+    site = "train.py:64 in save_checkpoint()"
     numbers = [one.step for one in trace_analysis().ranks[0].steps]
     found = [{"cause": "host_pause", "ns": 20 * MS, "site": site, "step": step} for step in numbers[:steps]]
     ledger = ledger_of(found)
@@ -195,7 +195,7 @@ def test_a_checkpoint_in_one_step_of_several_may_be_one_of_every_few_hundred(
 
 
 def test_a_synchronisation_names_its_line_and_takes_its_copies_along() -> None:
-    line = "train.py:9 (log)"
+    line = "train.py:9 in log()"
     sync = HostSyncRow(
         rank=0, fqn=None, phase="other", call="cudaStreamSynchronize", operator="aten::item", count=8,
         blocked_ns=9 * MS, site=line,
@@ -227,11 +227,11 @@ def test_waiting_for_offloaded_parameters_is_not_a_synchronisation_of_the_script
 @pytest.mark.parametrize(
     ("site", "change"),
     [
-        ("generation/utils.py:3235 (_sample)", r"^Keep the model gathered while it generates"),
-        ("ppo.py:80 (rollout)", r"^Keep the model gathered while it generates"),
+        ("generation/utils.py:3235 in _sample()", r"^Keep the model gathered while it generates"),
+        ("ppo.py:80 in rollout()", r"^Keep the model gathered while it generates"),
         (
-            "train.py:80 (validate)",
-            r"^Run the forward at train\.py:80 \(validate\) every few hundred steps if it only",
+            "train.py:80 in validate()",
+            r"^Run the forward at train\.py:80 in validate\(\) every few hundred steps if it only",
         ),
     ],
 )
@@ -251,7 +251,7 @@ def test_generation_is_not_to_be_left_out(site: str, change: str) -> None:
 @pytest.mark.parametrize(("again", "is_told"), [(90, True), (40, False)])
 def test_tokens_that_generation_computes_again_are_gained(again: int, is_told: bool) -> None:
     """Twelve forwards of 100 tokens take 20 ms; the model stays gathered."""
-    forwards = {"cause": "evaluation", "ns": 20 * MS, "count": 12, "site": "a.py:8 (rollout)"}
+    forwards = {"cause": "evaluation", "ns": 20 * MS, "count": 12, "site": "a.py:8 in rollout()"}
     counts = [
         {"cause": "evaluation", "ns": 0, "op": "rows", "why": why, "count": count}
         for why, count in (("rows", 100), ("again", again))
@@ -264,11 +264,11 @@ def test_tokens_that_generation_computes_again_are_gained(again: int, is_told: b
 def test_a_forward_that_keeps_its_graph_is_a_finding() -> None:
     analysis = trace_analysis()
     charges = [
-        Charge(rank=0, step=step.step, cause="evaluation", ns=MS, count=1, why=why, site="gan.py:6 (add)")
+        Charge(rank=0, step=step.step, cause="evaluation", ns=MS, count=1, why=why, site="gan.py:6 in add()")
         for step, why in zip(analysis.ranks[0].steps, ("graph", None), strict=False)
     ]
     (found,) = [one for one in with_ledger(analysis, charges).findings if one.id == "graph_without_backward"]
-    assert found.message.startswith("1 forward in the traced steps, called at gan.py:6 (add), ran with")
+    assert found.message.startswith("1 forward in the traced steps, called at gan.py:6 in add(), ran with")
 
 
 @pytest.mark.parametrize("in_turns", [True, False])
@@ -327,7 +327,7 @@ def test_many_small_collectives_at_one_place_are_to_be_one(
 ) -> None:
     """Norms of an optimizer, one for each parameter; buffers one by one. Larger ones may be needed so."""
     sent = {"cause": "other_communication", "op": op, "count": 50, "bytes": 50 * size, "phase": phase}
-    found = told(ledger_of([sent | {"ns": 10 * MS, "site": "a.py:9 (f)"}], [sharded()]))
+    found = told(ledger_of([sent | {"ns": 10 * MS, "site": "a.py:9 in f()"}], [sharded()]))
     assert [change in one.remedy.change for one in found if one.remedy and change] == [True] * (
         change is not None
     )
@@ -337,19 +337,19 @@ def test_many_small_collectives_at_one_place_are_to_be_one(
 def test_making_batches_in_the_training_is_one_cause() -> None:
     made = [
         at(site, 5, "loading", cause)
-        for site in ("a.py:3 (get)", "a.py:9 (main)")
+        for site in ("a.py:3 in get()", "a.py:9 in main()")
         for cause in ("compute", "host")
     ]
     (first,) = told(ledger_of([*made, {"cause": "data_loader", "ns": MS}], device="cpu"))
-    assert (first.id, first.ns, first.evidence["site"]) == ("data_loader", 21 * MS, "a.py:3 (get)")
+    assert (first.id, first.ns, first.evidence["site"]) == ("data_loader", 21 * MS, "a.py:3 in get()")
 
 
 @pytest.mark.parametrize(("ms", "is_told"), [(10, True), (1, False)])
 def test_products_with_one_hot_matrices_are_named_with_their_line(ms: int, is_told: bool) -> None:
-    lines = ("a.py:7 (backward)", "backward() in a.py:9 (main)")
+    lines = ("a.py:7 in backward()", "backward() (a.py:9 in main())")
     found = told(ledger_of([at(line, ms, "one_hot") for line in lines], device="cpu"))
     assert [(one.id, one.evidence["site"]) for one in found] == [
-        ("one_hot_products", "a.py:7 (backward)")
+        ("one_hot_products", "a.py:7 in backward()")
     ] * is_told
 
 
@@ -388,15 +388,15 @@ def test_ranks_that_share_processors_are_slow_only_with_more_to_do(additional_ms
     assert [one.rank for one in entries] == ([1] if named else [])
 
 
-@pytest.mark.parametrize("where", ["a.py:1 (f)", None])
+@pytest.mark.parametrize("where", ["a.py:1 in f()", None])
 def test_waiting_for_a_rank_that_pauses_at_one_place_joins_its_pauses(where: str | None) -> None:
     """Rank 1 pauses at one line in every step; rank 0 waits for it there, or at an unknown place."""
-    pause = {"rank": 1, "cause": "host_pause", "ns": 10 * MS, "site": "a.py:1 (f)"}
+    pause = {"rank": 1, "cause": "host_pause", "ns": 10 * MS, "site": "a.py:1 in f()"}
     (first,) = told(ledger_of([late(why="host", site=where), pause], device="cpu"))
     assert (first.id, first.rank, first.ns) == ("straggler", 1, (10 if where else 5) * MS)
 
 
-EMA = "train.py:12 (ema)"
+EMA = "train.py:12 in ema()"
 
 
 def at(site: str | None, ms: int, why: str, cause: str = "compute", phase: str = "other") -> dict[str, Any]:
@@ -422,19 +422,21 @@ def test_a_rank_that_is_late_at_its_own_line_is_named_for_it_on_a_cpu(
     """
     late = {"cause": "uneven_ranks", "why": "host", "detail": "its host was elsewhere", "ns": 10 * MS}
     found = [
-        {**late, "rank": 1, "late_rank": 0, "site": "histogram() in train.py:7 (log)"},
-        {**late, "rank": 1, "late_rank": 0, "site": "percentile() in train.py:7 (log)"},
+        {**late, "rank": 1, "late_rank": 0, "site": "histogram() (train.py:7 in log())"},
+        {**late, "rank": 1, "late_rank": 0, "site": "percentile() (train.py:7 in log())"},
         {"cause": "host", "rank": 0, "ns": 20 * MS},
     ]
     if of_both:
-        found.append({**late, "ns": MS, "rank": 0, "late_rank": 1, "site": "train.py:7 (log)"})
+        found.append({**late, "ns": MS, "rank": 0, "late_rank": 1, "site": "train.py:7 in log()"})
     waits = [
         HostStep(step=one.step, cpu_time_ns=1, main_thread_cpu_ns=MS, main_thread_waiting_ns=waiting_ms * MS)
         for one in trace_analysis().ranks[0].steps
     ]
     ledger = ledger_of(found, [RankManifest(rank=0, host_steps=waits)], device="cpu")
     own = [one for one in told(ledger) if one.id == "straggler"]
-    assert [(one.rank, one.evidence["site"]) for one in own] == ([(0, "train.py:7 (log)")] if named else [])
+    assert [(one.rank, one.evidence["site"]) for one in own] == (
+        [(0, "train.py:7 in log()")] if named else []
+    )
 
 
 @pytest.mark.parametrize(("waiting_ms", "named"), [(0, True), (10, False)])
@@ -442,18 +444,18 @@ def test_one_long_pause_counts_beyond_the_waiting_for_a_processor(waiting_ms: in
     """Rank 0 pauses for 20 of 50 ms in its first step alone."""
     step = min(one.step for one in trace_analysis().ranks[0].steps)
     waits = HostStep(step=step, cpu_time_ns=1, main_thread_cpu_ns=MS, main_thread_waiting_ns=waiting_ms * MS)
-    pause = {"rank": 0, "step": step, "cause": "host_pause", "ns": 20 * MS, "site": "a.py:1 (f)"}
+    pause = {"rank": 0, "step": step, "cause": "host_pause", "ns": 20 * MS, "site": "a.py:1 in f()"}
     ledger = ledger_of([pause], [RankManifest(rank=0, host_steps=[waits])], device="cpu")
-    assert ("a.py:1 (f)" in " ".join(one.said for one in told(ledger))) is named
+    assert ("a.py:1 in f()" in " ".join(one.said for one in told(ledger))) is named
 
 
 def test_neighbouring_lines_of_a_function_are_one_place() -> None:
     """6 + 2 ms in lines 12 and 13 of one function; line 40 of it and another function are apart."""
     found = [
         at(EMA, 6, "outside_loop"),
-        at("lerp_() in train.py:13 (ema)", 2, "outside_loop", "host"),
-        at("train.py:40 (ema)", 1, "outside"),
-        at("train.py:12 (main)", 1, "outside"),
+        at("lerp_() (train.py:13 in ema())", 2, "outside_loop", "host"),
+        at("train.py:40 in ema()", 1, "outside"),
+        at("train.py:12 in main()", 1, "outside"),
     ]
     (first,) = told(ledger_of(found))
     assert (first.id, first.ns, first.evidence["site"]) == ("work_outside_training", 8 * MS, EMA)
@@ -463,9 +465,9 @@ def test_neighbouring_lines_of_a_function_are_one_place() -> None:
 @pytest.mark.parametrize(
     ("site", "cause", "is_told"),
     [
-        ("deepcopy() in train.py:9 (main)", "compute", True),
-        ("clip_grad_norm_() in train.py:9 (main)", "compute", False),
-        ("train.py:9 (main)", "host_pause", False),
+        ("deepcopy() (train.py:9 in main())", "compute", True),
+        ("clip_grad_norm_() (train.py:9 in main())", "compute", False),
+        ("train.py:9 in main()", "host_pause", False),
     ],
 )
 def test_what_training_needs_and_what_pauses_is_no_work_outside_training(
@@ -498,13 +500,15 @@ def test_an_optimizer_that_goes_through_its_parameters_in_turn(
 
 def test_a_loop_takes_its_backward_along() -> None:
     found = [
-        at("loss.py:5 (loss)", 3, "loop"),
-        at("loss.py:5 (loss)", 4, "loop", phase="backward"),
-        at("loss.py:5 (loss)", 1, "loop", "host"),
+        at("loss.py:5 in loss()", 3, "loop"),
+        at("loss.py:5 in loss()", 4, "loop", phase="backward"),
+        at("loss.py:5 in loss()", 1, "loop", "host"),
     ]
     (first,) = told(ledger_of(found))
     assert (first.id, first.ns) == ("python_loop", 8 * MS)
-    assert first.said.startswith("A Python loop at loss.py:5 (loss) runs small operators one by one, 8.00 ms")
+    assert first.said.startswith(
+        "A Python loop at loss.py:5 in loss() runs small operators one by one, 8.00 ms"
+    )
     assert "with its backward" in first.said
 
 
@@ -552,7 +556,7 @@ def test_parameters_gathered_anew_in_each_of_many_micro_batches(
 
 
 def test_a_hook_that_computes_in_forward_is_named_with_its_line() -> None:
-    site = "debug.py:7 (stats, a hook)"
+    site = "debug.py:7 in stats(), a hook"
     (first,) = told(ledger_of([at(site, 10, "outside", phase="forward")]))
     assert first.said.startswith(f"In forward, the script spends 10.0 ms (20.0%) per step at {site}")
     assert (first.remedy.change if first.remedy else "").startswith("Remove the hook at debug.py:7")
@@ -589,7 +593,7 @@ def test_operators_beyond_the_others_count_a_step() -> None:
 def test_a_collective_and_the_work_at_its_place_are_one_gain(line: int, count: int, joined: bool) -> None:
     """8 ms in a loop at line 12, and 4 ms of all-reduces: one entry of 12 ms, or two."""
     reduced = {"cause": "other_communication", "ns": 4 * MS, "op": "all_reduce", "count": count}
-    reduced |= {"site": f"all_reduce() in train.py:{line} (ema)", "bytes": count << 20}
+    reduced |= {"site": f"all_reduce() (train.py:{line} in ema())", "bytes": count << 20}
     ledger = ledger_of([at(EMA, 8, "outside_loop"), reduced], device="cpu")
     found = told(ledger)
     assert [one.ns for one in found] == ([12 * MS] if joined else [8 * MS, 4 * MS])
@@ -625,7 +629,7 @@ def test_a_rank_is_named_for_its_loader_where_cores_do_not_explain_it(
 @pytest.mark.parametrize("count", [1, 0])
 def test_an_iterator_made_in_every_step_is_to_be_made_once(count: int) -> None:
     """4 ms of waiting and 6 ms at the line that makes it; without a new iterator they are two causes."""
-    line = "train.py:9 (main)"
+    line = "train.py:9 in main()"
     wait: dict[str, Any] = {"cause": "data_loader", "ns": 4 * MS, "why": "workers"}
     made = {"cause": "data_loader", "ns": 0, "why": "rebuilt", "site": line, "count": count}
     start = {"cause": "host_pause", "ns": 6 * MS, "site": line, "phase": "other"}
@@ -636,7 +640,7 @@ def test_an_iterator_made_in_every_step_is_to_be_made_once(count: int) -> None:
 
 def test_objects_are_to_be_sent_as_tensors() -> None:
     """Their bytes are as many as the model's, and the host pauses beside them: it is not a checkpoint."""
-    line = "all_gather_object() in train.py:9 (exchange)"
+    line = "all_gather_object() (train.py:9 in exchange())"
     gathered = {"cause": "other_communication", "ns": 2 * MS, "op": "all_gather", "bytes": 1 << 40,
                 "dtype": "uint8", "site": line}  # fmt: skip
     pause = {"cause": "host_pause", "ns": 6 * MS, "site": line, "phase": "other"}
@@ -732,7 +736,7 @@ def test_products_of_an_optimizer_that_gathers_every_matrix_are_to_be_shared(
 def test_iterators_made_where_nearly_all_waiting_is_are_to_be_made_once(
     steps: int, wait_ms: int, named: bool
 ) -> None:
-    line = "train.py:9 (main)"
+    line = "train.py:9 in main()"
     numbers = [one.step for one in trace_analysis().ranks[0].steps][:steps]
     made = [
         {"cause": "data_loader", "ns": ns, "why": why, "site": site, "count": 1, "step": step}
@@ -777,7 +781,7 @@ def test_a_thread_that_computes_more_than_the_training_holds_it_up_after_collect
     analysis = trace_analysis()
     steps = [step.step for step in analysis.ranks[0].steps]
     host = [
-        HostStep(step=step, main_thread_cpu_ns=own_ms * MS, python_threads={"a.py:7 (monitor)": 12 * MS})
+        HostStep(step=step, main_thread_cpu_ns=own_ms * MS, python_threads={"a.py:7 in monitor()": 12 * MS})
         for step in steps
     ]
     took = [StepInfo(step=step, start_ns=0, duration_ns=50 * MS) for step in steps]
@@ -828,8 +832,8 @@ def test_a_gain_says_when_it_is_that_of_the_rank_that_gains_least(other_ms: int,
 @pytest.mark.parametrize(
     ("site", "named"),
     [
-        ("time.sleep() in train.py:9 (log)", "at time.sleep() in train.py:9 (log)"),
-        ("train.py(9): log", "at train.py(9): log"),
+        ("time.sleep() (train.py:9 in log())", "at time.sleep() (train.py:9 in log())"),
+        ("train.py:9 in log()", "at train.py:9 in log()"),
         ("## backward ##", "in `## backward ##`"),
         ("aten::cudnn_convolution", ""),
     ],
@@ -1016,10 +1020,10 @@ def test_an_update_on_the_cpu_is_the_cost_of_offload_and_not_of_tracing(offload:
 
 def test_kernels_of_a_loop_are_named_with_its_line() -> None:
     here = {"cause": "compute", "ns": 30 * MS, "why": "memory", "fqn": "", "phase": "forward"}
-    (first,) = told(ledger_of([here | {"site": "a.py:4 (pairs)"}]))
-    assert (first.id, first.evidence["site"]) == ("memory_bound_kernels", "a.py:4 (pairs)")
+    (first,) = told(ledger_of([here | {"site": "a.py:4 in pairs()"}]))
+    assert (first.id, first.evidence["site"]) == ("memory_bound_kernels", "a.py:4 in pairs()")
     assert first.remedy is not None
-    assert first.remedy.change.startswith("Replace the loop at a.py:4 (pairs)")
+    assert first.remedy.change.startswith("Replace the loop at a.py:4 in pairs()")
     (first,) = told(ledger_of([here]))
     assert first.remedy is not None
     assert "loop" not in first.said + first.remedy.change
@@ -1048,15 +1052,15 @@ def test_masked_attention_gains_what_its_mask_hides(
     ("site", "named"),
     [
         (None, False),
-        ("train.py:9 (<module>)", False),
-        ("train.py:8 (train)", False),
-        ("own.py:5 (step)", True),
+        ("train.py:9", False),
+        ("train.py:8 in train()", False),
+        ("own.py:5 in step()", True),
     ],
 )
 def test_pauses_of_torchs_optimizer_are_not_the_scripts(site: str | None, named: bool) -> None:
     """``train`` calls ``step()``, and runs elsewhere, too."""
     pause = {"cause": "host_pause", "ns": 4 * MS, "phase": "optimizer", "site": site}
-    other = {"cause": "host", "ns": MS, "phase": "forward", "site": "train.py:7 (train)"}
+    other = {"cause": "host", "ns": MS, "phase": "forward", "site": "train.py:7 in train()"}
     entries = {one.id: one for one in ledger_of([pause, other]).entries}
     assert ("host_pause" in entries) is named
     assert entries["host_bound"].ns == (1 if named else 5) * MS

@@ -88,7 +88,7 @@ def test_the_line_is_that_seen_most(seen: bool) -> None:
     line = HostSpan(start_ns=150 * US, duration_ns=US, line="model.py:7 (forward)")
     manifest = RankManifest(host_steps=[HostStep(step=3, lines=[line] if seen else [])])
     (site,) = find_loops(rank_tables(built, manifest)).site.to_list()
-    assert site == ("model.py:7 (forward)" if seen else None)
+    assert site == ("model.py:7 in forward()" if seen else None)
 
 
 @pytest.mark.parametrize(("reduced", "counted"), [("aten::_is_any_true", [(3, 12)]), ("aten::any", [])])

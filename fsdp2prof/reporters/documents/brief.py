@@ -215,7 +215,7 @@ def _bytes_of_fullest(peak: Peak, category: str) -> int | None:
 
 def _ranks(analysis: RunAnalysis) -> list[Section]:
     """Return the ranks that differ from the others: ended otherwise, late, fuller."""
-    lines = [_ended(rank) for rank in analysis.run.ranks if rank.state != "complete"]
+    lines = [_ended(rank) for rank in analysis.run.ranks if rank.state not in ("complete", "missing")]
     lines += [] if analysis.trace is None else [*_late(analysis.trace), *_slowest(analysis.trace)]
     peaks = [] if analysis.memory is None else analysis.memory.ranks
     if peaks and peaks[0].peak.allocated_bytes > _ALIKE * peaks[-1].peak.allocated_bytes:

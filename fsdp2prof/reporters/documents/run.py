@@ -17,7 +17,7 @@ from fsdp2prof.reporters.documents.sharding import rows_blocks
 from fsdp2prof.reporters.documents.trace import trace_data, trace_numbers, trace_sections
 from fsdp2prof.reporters.documents.trial import trial_section
 from fsdp2prof.results.run import RunAnalysis, RunRank, RunSummary, Sharded
-from fsdp2prof.units import plural
+from fsdp2prof.units import format_numbers, plural
 from fsdp2prof.vocabulary import dtype_label, layer_name, quoted_error
 
 _RANK_ROWS = 8
@@ -78,6 +78,10 @@ def _world(run: RunSummary) -> str:
         return ""
     if run.rehearsed_rank is not None:
         return f"rehearsed: rank {run.rehearsed_rank} of {run.world_size}{hosts}"
+    recorded = [rank.rank for rank in run.ranks if rank.state != "missing"]
+    if recorded and len(recorded) < run.world_size:
+        ranks = f"rank{'s' * (len(recorded) > 1)} {format_numbers(recorded)}"
+        return f"{ranks} of {run.world_size} recorded{hosts}"
     return plural(run.world_size, "rank") + hosts
 
 

@@ -8,19 +8,28 @@ from typing import TypeAlias
 from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.document import Chart, Section, Spark, Table, later
 from fsdp2prof.reporters.formats import show_op
+from fsdp2prof.results.ledger import LedgerEntry
 from fsdp2prof.results.step import StepTimeline, TimelineStall
-from fsdp2prof.units import format_ns, plural
+from fsdp2prof.units import format_frac, format_ns, plural
 from fsdp2prof.vocabulary import LATE_CAUSES, PHASES, layer_name
 
 Side: TypeAlias = "tuple[str, StepTimeline]"
 """A name (empty for the only one) and its timeline."""
 
 _STALL_ROWS = 5
+_SEEN_AS_WAITS = frozenset({"communication", "other_communication", "late_rank", "uneven_ranks"})
+"""Causes of the ledger that a timeline shows as waits for collectives."""
 
 
-def timeline_section(timeline: StepTimeline | None, first: Sequence[int] = ()) -> list[Section]:
-    """Show one step of one run; empty without a step. A page opens with the ranks of ``first``."""
-    return [] if timeline is None else [_section([("", timeline)], first)]
+def timeline_section(
+    timeline: StepTimeline | None, first: Sequence[int] = (), loss: LedgerEntry | None = None
+) -> list[Section]:
+    """Show one step of one run; empty without a step. A page opens with the ranks of ``first``.
+
+    The picture's title is the ``loss`` that the verdict begins with, or the longest wait if that loss is
+    waiting for collectives.
+    """
+    return [] if timeline is None else [_section([("", timeline)], first, loss)]
 
 
 def timelines_section(sides: Mapping[str, StepTimeline | None]) -> list[Section]:
@@ -29,12 +38,16 @@ def timelines_section(sides: Mapping[str, StepTimeline | None]) -> list[Section]
     return [_section(known)] if known else []
 
 
-def _section(sides: Sequence[Side], first: Sequence[int] = ()) -> Section:
+def _section(sides: Sequence[Side], first: Sequence[int] = (), loss: LedgerEntry | None = None) -> Section:
     title = "Timeline of one step" if len(sides) == 1 else "Timelines of one step each"
+    worst, facts = _worst(sides), [_what(*side) for side in sides]
+    if loss is not None and loss.cause not in _SEEN_AS_WAITS:
+        facts += [f"{worst[0].lower()}{worst[1:]}"] if worst else []
+        worst = f"{loss.title[0].upper()}{loss.title[1:]}: {format_ns(loss.ns)} ({format_frac(loss.frac)})"
     chart = Chart(
         name="timeline",
-        title=_worst(sides) or title,
-        note="; ".join(_what(*side) for side in sides),
+        title=worst or title,
+        note="; ".join(facts),
         figure=later("charts.timeline.timeline_figure", sides),
         detail=later("charts.timeline.timeline_detail", sides, first),
         spark=_spark(*sides[0]) if len(sides) == 1 else None,

@@ -27,6 +27,7 @@ from fsdp2prof.reporters.documents.brief import (
 from fsdp2prof.reporters.documents.timeline import timeline_section
 from fsdp2prof.reporters.documents.what_if import what_if_section
 from fsdp2prof.reporters.formats import show_gb_per_s, show_op
+from fsdp2prof.results.ledger import LedgerEntry
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.units import format_bytes, format_flops, format_frac, format_ns, plural
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, LEDGER_CAUSES, layer_name
@@ -102,7 +103,7 @@ def trace_sections(analysis: TraceAnalysis, *, predicted: bool = False) -> list[
     A ``predicted`` step has no remarks about missing records.
     """
     return [
-        *timeline_section(analysis.timeline, _late_ranks(analysis)),
+        *timeline_section(analysis.timeline, _late_ranks(analysis), _first_loss(analysis)),
         *what_if_section(analysis.what_if),
         *causes_section(analysis, "predicted step" if predicted else "traced step"),
         _communication_section(analysis),
@@ -112,6 +113,12 @@ def trace_sections(analysis: TraceAnalysis, *, predicted: bool = False) -> list[
         *_arrival_section(analysis),
         *_bandwidth_section(analysis),
     ]
+
+
+def _first_loss(analysis: TraceAnalysis) -> LedgerEntry | None:
+    """Return the loss that the verdict begins with."""
+    entries = [] if analysis.ledger is None else analysis.ledger.entries
+    return next((one for one in entries if one.told), None)
 
 
 def _late_ranks(analysis: TraceAnalysis) -> list[int]:
