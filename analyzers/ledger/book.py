@@ -78,6 +78,8 @@ _NEARLY_IN_ONE = 0.9
 _NEARLY_ALL = 0.98
 """Part of a gain from which on it is called all of the time."""
 _BESIDE = " Including other losses at this line"
+_WAITING = " With its share of the waiting for a CPU core, that is {}."
+_AND_WAITING = ", with its share of the waiting for a CPU core"
 _SLOWEST = "the rank that gains least limits the others"
 SLOWED = 1.5
 """A traced step this many times as long as an unrecorded one is called slowed: its times are not its own."""
@@ -258,6 +260,23 @@ class Book:
                 gained[one.rank] += one.ns
         return min(gained.values(), default=0) * len(self.analysis.ranks)
 
+    @property
+    def starved_ns(self) -> int:
+        """Waiting for a processor or the interpreter, of all ranks and steps."""
+        return sum(one.ns for cause, one in self.booked if cause == "starved")
+
+    def _waited_ns(self, charges: Iterable[Charge]) -> int:
+        """Return how long ranks waited for a processor at the lines of these charges, for their work.
+
+        A line that has less to do has less to wait for.
+        """
+        places = {(one.rank, one.site, one.phase, one.why) for one in charges if one.site}
+        return sum(
+            one.ns
+            for cause, one in self.booked
+            if cause == "starved" and (one.rank, one.site, one.phase, one.why) in places
+        )
+
     def _room_ns(self, charges: Iterable[Charge]) -> float:
         """Return how much a step without tracing can lose with these charges, times the steps of all ranks:
         what it takes beyond the compute of the device that is not theirs.
@@ -313,7 +332,7 @@ class Book:
         if not charges:
             return
         total = sum(charge.ns for charge in charges)
-        cost = self.frac(total)
+        cost, waited = self.frac(total), self._waited_ns(charges)
         values = {"cost": self.per_step(total), "rank": rank, "fqn": fqn, **(evidence or {}), **said}
         text = worded("ledger", key, values)
         confidence, _, why_sure = (text("sure" if known else "unsure") or "high, measured").partition(", ")
@@ -324,6 +343,8 @@ class Book:
             gain = None if whole is None else min(whole, most)
             is_less = whole is not None and most < _NEARLY_ALL * whole
             reason = _SLOWEST if is_less else text("gain")
+            if gain is not None and waited:
+                gain, reason = gain * (total + waited) / max(1, total), f"{reason}{_AND_WAITING}"
             if gain is not None and gain > (room := self._room_ns(charges)):
                 gain, reason = room, UNTRACED
             cure = LedgerRemedy(
@@ -336,7 +357,9 @@ class Book:
                 what_if=text("what_if") or None,
             )
         gained = None if cure is None else cure.gain_frac
-        matters = severity_of(cost if gained is None else gained, self.thresholds, self.on_device)
+        matters = severity_of(
+            self.frac(total + waited) if gained is None else gained, self.thresholds, self.on_device
+        )
         calm = calm or bool(text("calm"))
         severity: Severity = "info" if calm else matters
         entry = LedgerEntry(
@@ -350,7 +373,7 @@ class Book:
             severity=severity,
             told=not calm and cure is not None and worth_telling(severity),
             title=text("title"),
-            said=text("problem"),
+            said=f"{text('problem')}{_WAITING.format(self.per_step(total + waited)) if waited else ''}",
             remedy=cure,
             confidence=cast("Literal['high', 'medium', 'low']", confidence),
             confidence_reason=why_sure,

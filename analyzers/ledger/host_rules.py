@@ -324,9 +324,9 @@ def steady_pauses(book: Book) -> set[tuple[str | None, str | None, str]]:
         pauses[pausing_at(one)][one.rank, one.step] += one.ns
     mean_step = book.total_ns / max(1, book.rank_steps)
     waited = waits_for_processors(book.manifests)
+    large = book.thresholds.medium_cost_frac * mean_step * (1 - book.frac(book.starved_ns))
     found = set()
     for place, spent in pauses.items():
-        large = book.thresholds.medium_cost_frac * mean_step
         ranks: Counter[int] = Counter(rank for (rank, _), ns in spent.items() if ns >= large)
         often = any(count >= _OFTEN * steps[rank] and count > 1 for rank, count in ranks.items())
         autograd = place[0] is None or RUNS_AUTOGRAD.search(place[0]) is not None

@@ -161,7 +161,7 @@ def collectives(book: Book) -> str:
 def not_judged(book: Book) -> list[str]:
     """Return the limits of this recording."""
     found = []
-    starved = book.frac(sum(charge.ns for cause, charge in book.booked if cause == "starved"))
+    starved = book.frac(book.starved_ns)
     own = any(one.told and one.cause == "starved" for one in book.entries)
     if starved >= _BUSY and not own:
         said = f"The host was busy: ranks waited {format_frac(starved)} of a step for a CPU core."

@@ -439,6 +439,27 @@ def test_a_rank_that_is_late_at_its_own_line_is_named_for_it_on_a_cpu(
     )
 
 
+@pytest.mark.parametrize(
+    ("pause_ms", "waiting_ms", "gain_ms"), [(4, 0, 4), (4, 25, 4), (4, 75, 4), (2, 25, None), (2, 0, None)]
+)
+def test_a_line_has_its_share_of_the_waiting_for_a_processor(
+    pause_ms: int, waiting_ms: int, gain_ms: int | None
+) -> None:
+    """Both ranks compute 25 of 50 ms. A line with less to do has less to wait for, too."""
+    pause = {"cause": "host_pause", "ns": pause_ms * MS, "site": "a.py:1 in read()"}
+    steps = [
+        HostStep(step=step, main_thread_cpu_ns=25 * MS, main_thread_waiting_ns=waiting_ms * MS)
+        for step in (3, 4)
+    ]
+    manifests = [RankManifest(rank=rank, host_steps=steps) for rank in (0, 1)]
+    found = told(ledger_of([pause], manifests, device="cpu"))
+    assert [one.ns for one in found] == ([] if gain_ms is None else [pause_ms * MS * 25 // (25 + waiting_ms)])
+    for one in found:
+        assert one.remedy is not None
+        assert one.remedy.gain_ns == pause_ms * MS
+        assert ("that is 4.00 ms (8.0%) per step" in one.said) is bool(waiting_ms)
+
+
 @pytest.mark.parametrize(("waiting_ms", "named"), [(0, True), (10, False)])
 def test_one_long_pause_counts_beyond_the_waiting_for_a_processor(waiting_ms: int, named: bool) -> None:
     """Rank 0 pauses for 20 of 50 ms in its first step alone."""

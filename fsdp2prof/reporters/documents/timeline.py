@@ -41,7 +41,7 @@ def timelines_section(sides: Mapping[str, StepTimeline | None]) -> list[Section]
 def _section(sides: Sequence[Side], first: Sequence[int] = (), loss: LedgerEntry | None = None) -> Section:
     title = "Timeline of one step" if len(sides) == 1 else "Timelines of one step each"
     worst, facts = _worst(sides), [_what(*side) for side in sides]
-    if loss is not None and loss.cause not in _SEEN_AS_WAITS:
+    if loss is not None and loss.title and loss.cause not in _SEEN_AS_WAITS:
         facts += [f"{worst[0].lower()}{worst[1:]}"] if worst else []
         worst = f"{loss.title[0].upper()}{loss.title[1:]}: {format_ns(loss.ns)} ({format_frac(loss.frac)})"
     chart = Chart(
