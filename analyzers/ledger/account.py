@@ -17,7 +17,7 @@ from fsdp2prof.analyzers.ledger.host_rules import (
     enter_optimizer,
     enter_tracing,
 )
-from fsdp2prof.analyzers.ledger.machine_rules import enter_starved
+from fsdp2prof.analyzers.ledger.machine_rules import enter_starved, enter_waiting
 from fsdp2prof.analyzers.ledger.notes import notes
 from fsdp2prof.analyzers.ledger.other_rules import enter_other_communication, enter_saving
 from fsdp2prof.analyzers.ledger.rank_rules import enter_waits
@@ -89,6 +89,7 @@ def with_ledger(
         enter_host,
         enter_kernels,
         enter_work,
+        enter_waiting,
     ):
         rule(book)
     join_places(book)

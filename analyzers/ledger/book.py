@@ -10,7 +10,7 @@ from math import inf
 from statistics import median
 from typing import Literal, cast
 
-from fsdp2prof.analyzers.findings import worded
+from fsdp2prof.analyzers.findings import worded, wordings
 from fsdp2prof.analyzers.layers import fold_names, named_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, severity_of, worth_telling
@@ -78,13 +78,14 @@ _NEARLY_IN_ONE = 0.9
 _NEARLY_ALL = 0.98
 """Part of a gain from which on it is called all of the time."""
 _BESIDE = " Including other losses at this line"
-_WAITING = " With its share of the waiting for a CPU core, that is {}."
-_AND_WAITING = ", with its share of the waiting for a CPU core"
 _SLOWEST = "the rank that gains least limits the others"
 SLOWED = 1.5
 """A traced step this many times as long as an unrecorded one is called slowed: its times are not its own."""
 UNTRACED = "a step without tracing takes no more than that beyond its compute"
 """Why a gain is less than its cause takes of a traced step."""
+
+RUNNING = ("host_pause", "host", "compute", "fsdp_copy", "garbage_collection")
+"""Causes in which a rank's thread runs or is ready to, on a CPU."""
 
 ALL = float("inf")
 """The gain of a remedy that gives back all time of its entry."""
@@ -109,6 +110,8 @@ class Book:
         self.total_ns = sum(step.duration_ns for rank in analysis.ranks for step in rank.steps)
         self.entries: list[LedgerEntry] = []
         self.booked: list[tuple[str, Charge]] = []
+        self.waiting: list[Charge] = []
+        """Waiting for a processor, as charges of the work that waited, until an entry has it."""
         self._charged: list[list[Charge]] = []
         self._pool: dict[str, list[Charge]] = defaultdict(list)
         for charge in charges:
@@ -263,19 +266,20 @@ class Book:
     @property
     def starved_ns(self) -> int:
         """Waiting for a processor or the interpreter, of all ranks and steps."""
-        return sum(one.ns for cause, one in self.booked if cause == "starved")
+        booked = sum(one.ns for _, one in self.booked if one.cause == "starved")
+        return booked + sum(one.ns for one in self.waiting)
 
-    def _waited_ns(self, charges: Iterable[Charge]) -> int:
-        """Return how long ranks waited for a processor at the lines of these charges, for their work.
+    def _waiting_at(self, charges: Iterable[Charge]) -> list[Charge]:
+        """Take the waiting for a processor at the lines of some charges, for their work, unless it is little.
 
-        A line that has less to do has less to wait for.
+        A line with less to do has less to wait for.
         """
-        places = {(one.rank, one.site, one.phase, one.why) for one in charges if one.site}
-        return sum(
-            one.ns
-            for cause, one in self.booked
-            if cause == "starved" and (one.rank, one.site, one.phase, one.why) in places
-        )
+        places = {_work(one) for one in charges if one.site and one.cause in RUNNING}
+        found = [one for one in self.waiting if _work(one) in places]
+        if self.frac(sum(one.ns for one in found)) < self.thresholds.min_cost_frac:
+            return []
+        self.waiting = [one for one in self.waiting if _work(one) not in places]
+        return found
 
     def _room_ns(self, charges: Iterable[Charge]) -> float:
         """Return how much a step without tracing can lose with these charges, times the steps of all ranks:
@@ -331,20 +335,21 @@ class Book:
         """
         if not charges:
             return
+        own = sum(charge.ns for charge in charges)
+        if remedy and not calm and wordings("ledger").get(key, {}).get("change"):
+            charges = [*charges, *self._waiting_at(charges)]
         total = sum(charge.ns for charge in charges)
-        cost, waited = self.frac(total), self._waited_ns(charges)
+        cost = self.frac(total)
         values = {"cost": self.per_step(total), "rank": rank, "fqn": fqn, **(evidence or {}), **said}
         text = worded("ledger", key, values)
         confidence, _, why_sure = (text("sure" if known else "unsure") or "high, measured").partition(", ")
         cure: LedgerRemedy | None = None
         if remedy and text("change"):
             most = self.least_ns(charges, late) if self.on_device else total
-            whole = None if gain_ns is None else min(gain_ns, total)
+            whole = None if gain_ns is None else min(gain_ns * total / own if own else gain_ns, total)
             gain = None if whole is None else min(whole, most)
             is_less = whole is not None and most < _NEARLY_ALL * whole
             reason = _SLOWEST if is_less else text("gain")
-            if gain is not None and waited:
-                gain, reason = gain * (total + waited) / max(1, total), f"{reason}{_AND_WAITING}"
             if gain is not None and gain > (room := self._room_ns(charges)):
                 gain, reason = room, UNTRACED
             cure = LedgerRemedy(
@@ -357,9 +362,7 @@ class Book:
                 what_if=text("what_if") or None,
             )
         gained = None if cure is None else cure.gain_frac
-        matters = severity_of(
-            self.frac(total + waited) if gained is None else gained, self.thresholds, self.on_device
-        )
+        matters = severity_of(cost if gained is None else gained, self.thresholds, self.on_device)
         calm = calm or bool(text("calm"))
         severity: Severity = "info" if calm else matters
         entry = LedgerEntry(
@@ -373,7 +376,7 @@ class Book:
             severity=severity,
             told=not calm and cure is not None and worth_telling(severity),
             title=text("title"),
-            said=f"{text('problem')}{_WAITING.format(self.per_step(total + waited)) if waited else ''}",
+            said=text("problem"),
             remedy=cure,
             confidence=cast("Literal['high', 'medium', 'low']", confidence),
             confidence_reason=why_sure,
@@ -478,6 +481,10 @@ class Book:
             count=count / self.rank_steps if count else None,
             bytes=size / self.rank_steps if size else None,
         )
+
+
+def _work(one: Charge) -> tuple[int, str | None, str, str | None]:
+    return one.rank, one.site, one.phase, one.why
 
 
 def _costliest(charges: Sequence[Charge]) -> Place | None:

@@ -137,11 +137,16 @@ _RUNNING = ("host_pause", "host")
 
 
 def enter_starved(book: Book) -> None:
-    """Enter the time in which ranks were ready to run, and had no processor or not the interpreter."""
+    """Enter the waiting for the interpreter, and separate that for a processor from the work that waited."""
     _threads(book)
     own = () if book.on_device else ("compute", "fsdp_copy")
     ready = (*_RUNNING, "garbage_collection", *own)
-    mine = _taken(book, _waited_while_ready(book, ready), ready)
+    book.waiting = _taken(book, _waited_while_ready(book, ready), ready)
+
+
+def enter_waiting(book: Book) -> None:
+    """Enter the waiting for a processor that no other entry has."""
+    mine, book.waiting = book.waiting, []
     if any(one.ns for one in mine):
         crowded, change = oversubscribed(book.manifests)
         more = "; more threads were ready to run than the machine has CPU cores"

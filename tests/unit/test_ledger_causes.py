@@ -453,11 +453,8 @@ def test_a_line_has_its_share_of_the_waiting_for_a_processor(
     ]
     manifests = [RankManifest(rank=rank, host_steps=steps) for rank in (0, 1)]
     found = told(ledger_of([pause], manifests, device="cpu"))
-    assert [one.ns for one in found] == ([] if gain_ms is None else [pause_ms * MS * 25 // (25 + waiting_ms)])
-    for one in found:
-        assert one.remedy is not None
-        assert one.remedy.gain_ns == pause_ms * MS
-        assert ("that is 4.00 ms (8.0%) per step" in one.said) is bool(waiting_ms)
+    assert [one.ns for one in found] == ([] if gain_ms is None else [gain_ms * MS])
+    assert [one.remedy.gain_ns for one in found if one.remedy] == [one.ns for one in found]
 
 
 @pytest.mark.parametrize(("waiting_ms", "named"), [(0, True), (10, False)])
