@@ -117,11 +117,14 @@ def repeated_units(manifest: RankManifest) -> set[str]:
 
 
 def forwards_of_a_backward(manifest: RankManifest) -> int:
-    """Return the forwards that a root runs before each of its backwards, the most of any; 1 if unknown."""
+    """Return the forwards that a root runs before each of its backwards, the most of any; 1 if unknown.
+
+    It is 1, too, where several backwards follow one forward.
+    """
     backwards = {one.root: one.micro_batches for one in manifest.roots}
     return max(
         (
-            one.forwards // (backwards.get(one.root) or one.forwards)
+            max(1, one.forwards // (backwards.get(one.root) or one.forwards))
             for one in manifest.param_groups
             if one.forwards and is_root(one.fqn) and one.requires_grad
         ),

@@ -644,10 +644,11 @@ def test_gradients_without_sync_and_gradients_kept(tmp_path: Path):
     assert found["gradients_not_none"].evidence["bytes"] == 700
 
 
-@pytest.mark.parametrize(("forwards", "saves"), [(6, 5000), (1, None)])
+@pytest.mark.parametrize(("forwards", "backwards", "saves"), [(6, 1, 5000), (1, 1, None), (1, 4, None)])
 def test_one_backward_for_several_forwards_keeps_all_of_their_activations(
-    tmp_path: Path, forwards: int, saves: int | None
+    tmp_path: Path, forwards: int, backwards: int, saves: int | None
 ) -> None:
+    """Where several backwards follow one forward (``retain_graph``) there is nothing to say."""
     t = Training()
     for number in range(6):
         t.within("FSDP::pre_forward (a)").get(f"activation {number}", 1000).within("FSDP::post_forward (a)")
@@ -655,7 +656,7 @@ def test_one_backward_for_several_forwards_keeps_all_of_their_activations(
         *(f"activation {number}" for number in range(6))
     )
     root = msgspec.structs.replace(sharded_group("", [8, 8], ranks=2, rows=4), forwards=forwards)
-    manifest = RankManifest(param_groups=[root], roots=[RootInfo(root=0, micro_batches=1)])
+    manifest = RankManifest(param_groups=[root], roots=[RootInfo(root=0, micro_batches=backwards)])
     found = {one.action: one.saves_bytes for one in analyze(t.read(tmp_path), manifest).remedies}
     assert found.get("backward_after_each_forward") == saves
 
