@@ -104,8 +104,9 @@ def test_memory_saved_as_a_run_is_analysed_like_one(run, tmp_path):
 def test_memory_as_text(run):
     code, out, _ = run("memory", *SMALL)
     assert code == 0
-    for expected in ("reserved", "outside the allocator", "By kind", "optimizer state"):
+    for expected in ("A rank reserves", "By kind", "optimizer state"):
         assert expected in out
+    assert "outside the allocator" in run("memory", *SMALL, "--full")[1]
 
 
 def test_the_command_line_wins_over_the_configuration_file(run, tmp_path):
