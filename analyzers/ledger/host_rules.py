@@ -403,17 +403,19 @@ def enter_optimizer(book: Book) -> None:
     Tracing overhead is subtracted from its host time.
     """
     issued = sum(one.count for one in book.left("compute") if one.why == "one_by_one") / book.rank_steps
-    slow = [one for manifest in book.manifests for one in manifest.optimizers if _one_by_one(one, issued)]
+    optimizers = [one for manifest in book.manifests for one in manifest.optimizers]
+    slow = [one for one in optimizers if _one_by_one(one, issued) or _a_group_each(book, one)]
     if not slow:
         return
     on_host = book.left_ns("host")
     added = min(on_host, int(added_ns(book.analysis.unrecorded_step) * book.rank_steps))
     mine = book.take("host", lambda one: one.phase == "optimizer", (on_host - added, max(1, on_host)))
     mine += book.take("queued" if book.on_device else "compute", lambda one: one.phase == "optimizer")
+    key = "optimizer_per_tensor" if "foreach" in slow[0].defaults else "optimizer_per_tensor/own"
     book.enter(
         mine,
-        "optimizer_per_tensor" if "foreach" in slow[0].defaults else "optimizer_per_tensor/own",
-        {"parameters": slow[0].parameters},
+        "optimizer_per_tensor/groups" if _a_group_each(book, slow[0]) else key,
+        {"parameters": slow[0].parameters, "groups": slow[0].param_groups},
         gain_ns=sum(one.ns for one in mine) / 2,
         optimizer=slow[0].class_name,
         operators=issued,
@@ -429,6 +431,16 @@ def _one_by_one(optimizer: OptimizerInfo, operators: float) -> bool:
     return optimizer.class_name != "LBFGS" and 0 < _OPERATORS_EACH * optimizer.parameters <= operators
 
 
+def _a_group_each(book: Book, optimizer: OptimizerInfo) -> bool:
+    """Whether an optimizer that updates a group at once has groups of hardly more than one parameter."""
+    set_to = {optimizer.defaults.get("foreach"), optimizer.defaults.get("fused")}
+    at_once = "True" in set_to or (book.on_device and set_to == {"None"})
+    groups = optimizer.param_groups
+    return at_once and groups >= _MANY_GROUPS and optimizer.parameters < _IN_A_GROUP * groups
+
+
+_MANY_GROUPS, _IN_A_GROUP = 16, 2
+"""Groups of fewer parameters, from which on an optimizer updates them nearly one by one."""
 _FINE_PER_BLOCK = 3
 """FSDP units in most blocks from which on a host that falls behind has too many of them."""
 

@@ -376,6 +376,7 @@ def _too_coarse(book: Book) -> None:
     elif parts == 1:
         key = "wrapping_too_coarse/one_module"
     exposed, gain = book.per_step(cost), book.hideable_ns(mine)
+    divisible = _blocks(book, fqn) > 1 if root else parts > 1 and not _is_a_stage(fqn, shares)
     book.enter(
         mine,
         key,
@@ -383,7 +384,7 @@ def _too_coarse(book: Book) -> None:
         fqn=fqn,
         gain_ns=(gain * (parts - 1) / parts if parts > 1 else gain) if book.on_device else None,
         basis="bound" if book.on_device else "unknown",
-        calm=not book.on_device and not root and (parts == 1 or _is_a_stage(fqn, shares)),
+        calm=not book.on_device and not divisible,
         known=book.on_device,
         exposed=f"its collectives are exposed for {exposed}"
         if book.on_device
@@ -414,6 +415,15 @@ def _parts(book: Book, fqn: str) -> int:
     modules = {one.fqn.rpartition(".")[0] for one in group.parameters} if group else set()
     blocks = {block_of(one) for one in modules}
     return len(blocks) if len(blocks) > 1 else len(modules)
+
+
+def _blocks(book: Book, fqn: str) -> int:
+    """Count the numbered modules of a unit, such as ``layers.3``; without a manifest they may be there."""
+    group = next((one for one in book.groups if one.fqn == fqn), None)
+    if group is None:
+        return 2
+    blocks = {block_of(one.fqn.rpartition(".")[0]) for one in group.parameters}
+    return sum(one.rpartition(".")[2].isdecimal() for one in blocks)
 
 
 def _payload_shares(book: Book) -> dict[str, tuple[int, float]]:

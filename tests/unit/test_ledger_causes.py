@@ -375,6 +375,30 @@ def test_overlap_hides_no_more_than_its_phase_computes() -> None:
     assert (first.id, first.ns, first.remedy.gain_ns) == ("wrapping_too_coarse", 40 * MS, 10 * MS)
 
 
+@pytest.mark.parametrize(
+    ("names", "is_told"), [(["layers.0.w", "layers.1.w"], True), (["embed.w", "rnn.w", "head.w"], False)]
+)
+def test_on_a_cpu_one_unit_is_told_only_of_a_model_with_blocks(names: list[str], is_told: bool) -> None:
+    """Overlap cannot be measured there, and three different modules may well be one unit."""
+    group = sharded_group("", [8, 8], ranks=2, rows=4)
+    weights = [msgspec.structs.replace(group.parameters[0], fqn=name) for name in names]
+    analysis = trace_analysis()
+    rows = [replace(row, op="all_gather", phase="forward") for row in analysis.groups if row.fqn == ""]
+    found = {"cause": "communication", "ns": 20 * MS, "op": "all_gather", "fqn": "", "phase": "forward"}
+    charges = [
+        Charge(rank=rank.rank, step=step.step, **one)  # type: ignore[arg-type]
+        for rank in analysis.ranks
+        for step in rank.steps
+        for one in (found, {"cause": "compute", "ns": 30 * MS, "phase": "forward"})
+    ]
+    ranks = [replace(one, device_type="cpu") for one in analysis.ranks]
+    analysis = replace(analysis, ranks=ranks, groups=rows, unrecorded_step=None)
+    manifest = RankManifest(param_groups=[msgspec.structs.replace(group, parameters=weights)])
+    ledger = with_ledger(analysis, charges, [manifest]).ledger
+    assert ledger is not None
+    assert ("wrapping_too_coarse" in [one.id for one in told(ledger)]) == is_told
+
+
 def late(**fields: Any) -> dict[str, Any]:
     """Rank 0 waits 10 ms of each step for rank 1."""
     return {"rank": 0, "cause": "uneven_ranks", "ns": 10 * MS, "late_rank": 1, "why": "kernel", **fields}
@@ -514,6 +538,30 @@ def test_an_optimizer_that_goes_through_its_parameters_in_turn(
     found = [spent | {"ns": 20 * MS}, spent | {"ns": 0, "why": "one_by_one", "count": operators}]
     ledger = ledger_of(found, [RankManifest(optimizers=[one])], device="cpu")
     assert [entry.id for entry in told(ledger)] == ["optimizer_per_tensor"] * is_told
+
+
+@pytest.mark.parametrize(
+    ("device", "foreach", "groups", "is_told"),
+    [
+        ("cpu", "True", 100, True),
+        ("cpu", "True", 2, False),
+        ("cpu", "None", 100, False),
+        ("cuda", "None", 100, True),
+        ("cuda", "None", 40, False),
+    ],
+)
+def test_an_optimizer_with_a_group_for_each_parameter(
+    device: str, foreach: str, groups: int, is_told: bool
+) -> None:
+    defaults = {"foreach": foreach, "fused": "None"}
+    one = OptimizerInfo(
+        class_name="AdamW", state_bytes=0, param_groups=groups, parameters=100, defaults=defaults
+    )
+    found = {"cause": "host" if device == "cuda" else "compute", "phase": "optimizer", "ns": 20 * MS}
+    titles = [
+        entry.title for entry in told(ledger_of([found], [RankManifest(optimizers=[one])], device=device))
+    ]
+    assert ("optimizer, one small group at a time" in titles) == is_told
 
 
 def test_a_loop_takes_its_backward_along() -> None:
