@@ -12,6 +12,8 @@ _RECORDED = re.compile(
 _PROFILED = re.compile(r"(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)")
 """A line as the profiler writes it: ``a.py(7): g``."""
 _OUTERMOST = "<module>"
+_LONGEST = 1024
+"""Characters of a line; longer texts are not of a recorder or profiler, and take time to search."""
 
 SITE = re.compile(
     r"(?:(?P<call>\S+)\(\) \()?(?P<file>[^()]+):(?P<line>\d+)(?: in (?P<function>[^()]+)\(\))?"
@@ -26,7 +28,9 @@ def site_name(line: str) -> str:
 
     Other texts stay as they are.
     """
-    found = (_RECORDED.fullmatch(line) or _PROFILED.fullmatch(line)) if line else None
+    found = None
+    if 0 < len(line) <= _LONGEST:
+        found = _RECORDED.fullmatch(line) or _PROFILED.fullmatch(line)
     if found is None:
         return line
     parts = found.groupdict()
