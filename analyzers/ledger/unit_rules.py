@@ -376,7 +376,7 @@ def _too_coarse(book: Book) -> None:
     elif parts == 1:
         key = "wrapping_too_coarse/one_module"
     exposed, gain = book.per_step(cost), book.hideable_ns(mine)
-    divisible = _blocks(book, fqn) > 1 if root else parts > 1 and not _is_a_stage(fqn, shares)
+    whole = alone and _blocks(book, fqn) < 2 if root else parts == 1 or _is_a_stage(fqn, shares)
     book.enter(
         mine,
         key,
@@ -384,7 +384,7 @@ def _too_coarse(book: Book) -> None:
         fqn=fqn,
         gain_ns=(gain * (parts - 1) / parts if parts > 1 else gain) if book.on_device else None,
         basis="bound" if book.on_device else "unknown",
-        calm=not book.on_device and not divisible,
+        calm=whole and not book.on_device,
         known=book.on_device,
         exposed=f"its collectives are exposed for {exposed}"
         if book.on_device
