@@ -339,7 +339,7 @@ def test_a_wait_is_listed_once_on_the_rank_that_waits_longest() -> None:
 
 @pytest.mark.parametrize(("cause", "waits"), [("host", False), ("late_rank", True)])
 def test_a_timeline_is_titled_by_the_loss_that_the_verdict_begins_with(cause: str, waits: bool) -> None:
-    """The timeline opens at a late rank, but not at a host that launches too slowly: nothing waits there for a collective."""
+    """Only a late rank is a wait for a collective; a host that launches too slowly is none."""
     base = trace_analysis()
     assert base.ledger is not None
     loss = replace(base.ledger.entries[0], cause=cause, title="too slow a launch", ns=12.0 * MS, frac=0.24)
