@@ -38,8 +38,8 @@ RECORDED = [
     Fault("indexed_table", "indexed_gradients", "nn.functional.embedding", 15.6),
     Fault("sliced_logits", "sliced_gradients", "unbind, split", 44.5),
     Fault("float32_similarity", "float32_without_tensor_cores", "set_float32_matmul_precision", 28.9),
-    Fault("forward_for_metrics", "forward_without_backward", r"train\.py:\d+ \(fit_one\)", 29.8),
-    Fault("statistics_of_weights", "host_sync", r"train\.py:\d+ \(log\) out of the step", 51.4),
+    Fault("forward_for_metrics", "forward_without_backward", r"train\.py:\d+ in fit_one\(\)", 29.8),
+    Fault("statistics_of_weights", "host_sync", r"train\.py:\d+ in log\(\) out of the step", 51.4),
 ]
 
 
