@@ -175,11 +175,8 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _unwrapped(lines: Iterator[bytes]) -> Iterator[bytes]:
     """Join a timeout that a logger broke before its work with the line after it."""
     for line in lines:
-        yield (
-            line.rstrip() + b" " + next(lines, b"").lstrip()
-            if line.rstrip().endswith(_MARKS[0] + b":")
-            else line
-        )
+        broken = _MARKS[0] in line and line.rstrip().endswith(_MARKS[0] + b":")
+        yield line.rstrip() + b" " + next(lines, b"").lstrip() if broken else line
 
 
 def _add(log: _Log, line: str, of_file: int | None) -> None:

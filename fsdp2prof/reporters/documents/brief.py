@@ -278,8 +278,7 @@ def changes_worth_most(analysis: TraceAnalysis) -> list[str]:
         as_charged = remedy and replace(row, gained_ns=remedy.gain_ns, gained_frac=remedy.gain_frac)
         proposed.append(as_charged or row)
     proposed.sort(key=lambda row: row.gained_ns or 0.0, reverse=True)
-    in_verdict = next((one.remedy.what_if for one in entries if one.told and one.remedy is not None), None)
-    if [row.change for row in proposed] == [in_verdict]:
+    if [row.change for row in proposed] == list(remedies)[:1]:  # the verdict names the first remedy
         return []
     return [_gain(row) for row in proposed[:_WORTH_MOST]]
 
