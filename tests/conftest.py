@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import compileall
+import gc
 import os
 import sys
 from collections import defaultdict
@@ -68,6 +69,18 @@ def _recorder_is_on() -> Iterator[None]:
     yield
     if (module := sys.modules.get("fsdp2prof.recorder.guard")) is not None:
         module.guard.reset()
+
+
+@pytest.fixture
+def forks() -> Iterator[None]:
+    """For a test that forks: nothing that other tests left is freed in its child.
+
+    A gloo process group is such garbage: its destructor joins a thread that the child does not have.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

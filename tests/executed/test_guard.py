@@ -143,6 +143,7 @@ def test_a_timeout_of_the_training_that_hits_the_recorder_is_the_trainings(
     assert not guard.is_off("trace")
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_death_waits_until_a_file_is_whole_and_what_was_recorded_is_saved(guard: Guard) -> None:
     reader, writer = os.pipe()
     child = os.fork()
@@ -167,13 +168,17 @@ def test_a_death_waits_until_a_file_is_whole_and_what_was_recorded_is_saved(guar
     os.close(reader)
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_forked_child_undoes_nothing_of_its_parent(guard: Guard) -> None:
     """Its manifest, its profiler and its device are not the child's to stop."""
     guard.when_off("captures", lambda: os._exit(3))
     child = os.fork()
     if not child:
-        guard.run("captures", int, "no number")
-        os._exit(0 if guard.is_off("captures") else 1)
+        try:
+            guard.run("captures", int, "no number")
+            os._exit(0 if guard.is_off("captures") else 1)
+        finally:
+            os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

@@ -16,6 +16,8 @@ import pytest
 from fsdp2prof.recorder.guard import guard
 from fsdp2prof.recorder.rank.signals import HeardSignal, address, kills
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 heard: list[int] = []
 own: list[int] = []
 USR1, DEFAULT = signal.SIGUSR1, signal.SIG_DFL

@@ -224,6 +224,7 @@ class FatalInChildren:
             os._exit(6)
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_forked_child_frees_no_event_and_writes_no_line(tmp_path: Path, monkeypatch: Any) -> None:
     """A worker of a data loader, for example."""
     monkeypatch.setattr(watching, "_new_pair", lambda: (FatalInChildren(), FatalInChildren()))
@@ -240,11 +241,14 @@ def test_a_forked_child_frees_no_event_and_writes_no_line(tmp_path: Path, monkey
     wait("compute")
     child = os.fork()
     if not child:
-        lines.forget()
-        gc.collect()
-        assert lines._file is not None
-        lines._file.close()
-        os._exit(0)
+        try:
+            lines.forget()
+            gc.collect()
+            assert lines._file is not None
+            lines._file.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     lines.end()
     assert [line.step for line in lines_of(tmp_path)] == [1, 2]
