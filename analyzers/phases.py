@@ -61,22 +61,18 @@ def build_phases(labels: LabelTable, steps: StepTable, roots: int = 0) -> PhaseT
     labels = labels.take(~transfer_rows(labels))
     parsed = [parse_label(name) for name in labels.name.values]
     rows = _Replay(labels, parsed, steps, roots).run()
-    thread = np.array([row.thread for row in rows], dtype=np.int64)
-    start = np.array([row.start for row in rows], dtype=np.int64)
-    end = np.array([row.end for row in rows], dtype=np.int64)
-    weak = np.array([row.state.weak for row in rows], dtype=np.bool_)
-    fqn = Strings.intern(row.state.fqn for row in rows)
-    phase = Strings.intern(row.state.phase for row in rows)
-    activity = Strings.intern(row.state.activity for row in rows)
+    thread, start, end = np.array([row[:3] for row in rows], dtype=np.int64).reshape(-1, 3).T
+    states = [row.state for row in rows]
     table = PhaseTable(
         thread=thread,
         start_ns=start,
         end_ns=end,
         step=np.full(len(rows), -1, dtype=np.int64),
-        fqn=fqn,
-        phase=phase,
-        activity=activity,
+        fqn=Strings.intern([state.fqn for state in states]),
+        phase=Strings.intern([state.phase for state in states]),
+        activity=Strings.intern([state.activity for state in states]),
     )
+    weak = np.array([state.weak for state in states], dtype=np.bool_)
     return _with_steps(_with_autograd(table, weak, labels), steps)
 
 
@@ -155,7 +151,8 @@ class _Replay:
         self.roots = max([roots, *(index + 1 for index in self.owners)])
         self.rows: list[_Row] = []
         self.stacks: dict[int, list[_Open]] = {thread: [] for thread in self.thread}
-        self.cursor: dict[int, int] = {}
+        self.written: int | None = None
+        """Time up to which rows are written, on all threads."""
         self.active: int | None = None
         self.reached = -1
         self.forward: list[str] = []
@@ -242,17 +239,19 @@ class _Replay:
 
     def _advance(self, now: int) -> None:
         """Write the row of every thread that ends now."""
+        since = self.written
+        if since is None or now <= since:
+            self.written = now if since is None else since
+            return
+        self.written = now
         for thread, stack in self.stacks.items():
-            since = self.cursor.setdefault(thread, now)
-            if now <= since:
-                continue
-            self.cursor[thread] = now
             inside = stack[-1] if stack else None
             if inside is not None and inside.state is None:
                 inside = inside.around
-            state = self._context() if thread == self.active else None
             if inside is not None and not self._leaves_to_closure(inside):
                 state = inside.state
+            else:
+                state = self._context() if thread == self.active else None
             if state is not None:
                 self.rows.append(_Row(thread, since, now, state))
 

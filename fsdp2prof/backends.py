@@ -256,6 +256,7 @@ _PARAMETERS = re.compile(r"(?<=[\w>])\(")
 """Parameters stand right behind a name; ``Memcpy DtoH (Device -> Pinned)`` has none."""
 
 
+@lru_cache(maxsize=_NAMES)
 def kernel_name(signature: str) -> str:
     """Return a function's own name, without return type, namespaces, template arguments and parameters.
 

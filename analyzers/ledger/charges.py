@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,6 +52,25 @@ class Charge:
     bytes: int = 0
     each_bytes: int = 0
     """Payload of each collective that is not FSDP's."""
+
+
+class ChargePlace(NamedTuple):
+    """What distinguishes the charges of a rank, as in :class:`Charge`."""
+
+    step: int
+    cause: str
+    fqn: str | None
+    phase: str
+    op: str | None
+    site: str | None
+    why: str | None
+    late_rank: int | None = None
+    caught_up: bool = False
+    detail: str | None = None
+    operator: str | None = None
+    dtype: str | None = None
+    group: str | None = None
+    each_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,50 +139,47 @@ def settle(
         entry = sums[collective, step, evaluation, caught_up]
         entry[0] += peer
         entry[1] += other
-    found: dict[Charge, list[int]] = defaultdict(lambda: [0, 0, 0])
+    found: dict[ChargePlace, list[int]] = defaultdict(lambda: [0, 0, 0])
     counted = np.zeros(len(collectives), dtype=np.bool_)
     for (collective, step, evaluation, caught_up), (peer, other) in sums.items():
-        place = Charge(
-            rank=rank,
-            step=step,
-            cause="communication",
-            ns=0,
-            fqn=collectives.fqn[collective],
-            phase=collectives.phase[collective] or "other",
-            op=collectives.op[collective] or "other",
-        )
+        phase, op = collectives.phase[collective] or "other", collectives.op[collective] or "other"
         for late, ns in _shared(peer, blame.get(collective, ())):
-            key = replace(
-                place,
-                cause="uneven_ranks",
-                why=late.kind,
+            place = ChargePlace(
+                step,
+                "uneven_ranks",
+                late.fqn,
+                phase,
+                op,
+                late.site,
+                late.kind,
                 late_rank=late.rank,
-                detail=late.text,
-                site=late.site,
-                fqn=late.fqn,
                 caught_up=caught_up,
+                detail=late.text,
             )
-            found[key][0] += ns
+            found[place][0] += ns
         own, size = bool(charges.by_fsdp[collective]), max(0, int(collectives.payload_bytes[collective]))
-        key = replace(
-            place,
-            cause="evaluation" if evaluation else "communication" if own else "other_communication",
-            why=why[collective],
+        place = ChargePlace(
+            step,
+            "evaluation" if evaluation else "communication" if own else "other_communication",
+            collectives.fqn[collective],
+            phase,
+            op,
+            charges.site[collective],
+            why[collective],
             operator=charges.operator[collective],
-            site=charges.site[collective],
             dtype=collectives.dtype[collective],
             group=collectives.process_group[collective],
             each_bytes=0 if own else size,
         )
-        entry = found[key]
+        entry = found[place]
         entry[0] += other
         if not counted[collective]:
             counted[collective] = True
             entry[1] += 1
             entry[2] += size
     settled = [
-        replace(key, ns=ns, count=count, bytes=size)
-        for key, (ns, count, size) in found.items()
+        Charge(rank=rank, ns=ns, count=count, bytes=size, **place._asdict())
+        for place, (ns, count, size) in found.items()
         if ns or count
     ]
     return [*charges.own, *settled]

@@ -186,8 +186,11 @@ def analyze_rank(
     return analyze_tables(rank_tables(trace, manifest, window, chosen), default_rank=default_rank)
 
 
-def analyze_tables(tables: RankTables, *, default_rank: int = 0) -> RankAnalysis:
-    """Analyse one rank whose tables are joined up already, as :func:`analyze_rank` does."""
+def analyze_tables(tables: RankTables, *, default_rank: int = 0, ranks: int = 1) -> RankAnalysis:
+    """Analyse one rank whose tables are joined up already, as :func:`analyze_rank` does.
+
+    It is one of ``ranks`` that a chart will show together.
+    """
     trace, manifest = tables.trace, tables.manifest
     rank, world_size = trace.rank, trace.world_size
     if manifest is not None:
@@ -214,7 +217,7 @@ def analyze_tables(tables: RankTables, *, default_rank: int = 0) -> RankAnalysis
         summary=_summary(tables, rank, world_size),
         awaited=awaited(tables),
         host_syncs=host_syncs(trace, tables.phases, tables.analysed, rank, tables.sighted.lines),
-        spans=rank_spans(tables),
+        spans=rank_spans(tables, ranks),
         kernels=kernel_sums(tables),
         operators=operator_sums(tables),
         charges=rank_charges(tables, rank),

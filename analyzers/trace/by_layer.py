@@ -65,6 +65,7 @@ def group_rows(
     owner = np.concatenate([counted, exposure.collective])
     step = np.concatenate([table.step[counted], windows.step[exposure.window]])
     columns = (table.fqn, table.phase, table.op, table.process_group, table.mesh_dim, table.dtype)
+    fqn, phase, op, process_group, mesh_dim, dtype = (column.to_list() for column in columns)
     keys = np.stack([step, table.group_size[owner], *(column.codes[owner] for column in columns)])
     _, first, group = np.unique(keys, axis=1, return_index=True, return_inverse=True)
     group = group.reshape(-1)
@@ -89,12 +90,12 @@ def group_rows(
             GroupRow(
                 rank=rank,
                 step=int(step[first[i]]),
-                fqn=table.fqn[c],
-                phase=table.phase[c] or "other",
-                op=table.op[c] or "other",
-                process_group=table.process_group[c],
-                mesh_dim=table.mesh_dim[c],
-                dtype=table.dtype[c],
+                fqn=fqn[c],
+                phase=phase[c] or "other",
+                op=op[c] or "other",
+                process_group=process_group[c],
+                mesh_dim=mesh_dim[c],
+                dtype=dtype[c],
                 count=int(count[i]),
                 payload_bytes=payload[i],
                 wire_bytes=wire[i],

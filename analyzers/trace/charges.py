@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterator
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy.typing as npt
 from fsdp2prof import backends
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
-from fsdp2prof.analyzers.ledger.charges import Charge, CollectivePieces, RankCharges
+from fsdp2prof.analyzers.ledger.charges import Charge, ChargePlace, CollectivePieces, RankCharges
 from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.recorded_groups import repeated_units, untrained_units
 from fsdp2prof.analyzers.sites import site_name
@@ -100,8 +99,8 @@ def rank_charges(tables: RankTables, rank: int) -> RankCharges:
     return RankCharges(
         own=charging.charges(),
         pieces=pieces,
-        operator=tables.collectives.operator.take(analysed),
-        site=_callers(tables, own).take(analysed),
+        operator=tables.collectives.operator.take(analysed).compact(),
+        site=_callers(tables, own).take(analysed).compact(),
         by_fsdp=own[analysed],
     )
 
@@ -137,7 +136,7 @@ class _Charging:
 
     def __init__(self, tables: RankTables, rank: int) -> None:
         self._tables, self._rank = tables, rank
-        self._sums: dict[Charge, list[int]] = defaultdict(lambda: [0, 0, 0])
+        self._sums: dict[ChargePlace, list[int]] = defaultdict(lambda: [0, 0, 0])
         evaluated = evaluation(tables)
         self._evaluating = on_the_device(tables, evaluated.host)
         self._rerunning = recomputed(tables)
@@ -179,9 +178,9 @@ class _Charging:
     def charges(self) -> list[Charge]:
         """Return them, without a charge of nothing."""
         return [
-            replace(key, ns=ns, count=count, bytes=size)
-            for key, (ns, count, size) in self._sums.items()
-            if ns or (count and (key.cause == "evaluation" or key.why in _COUNTED))
+            Charge(rank=self._rank, ns=ns, count=count, bytes=size, **place._asdict())
+            for place, (ns, count, size) in self._sums.items()
+            if ns or (count and (place.cause == "evaluation" or place.why in _COUNTED))
         ]
 
     def _add(
@@ -198,18 +197,9 @@ class _Charging:
         count: int = 0,
         size: int = 0,
     ) -> None:
-        key = Charge(
-            rank=self._rank,
-            step=step,
-            cause=cause,
-            ns=0,
-            fqn=fqn,
-            phase=phase or "other",
-            op=op,
-            site=site,
-            why=why,
-        )
-        entry = self._sums[key]
+        if not (ns or count or size):
+            return
+        entry = self._sums[ChargePlace(step, cause, fqn, phase or "other", op, site, why)]
         entry[0] += ns
         entry[1] += count
         entry[2] += size

@@ -109,19 +109,22 @@ def verdicts(
         shares[cause] = np.minimum(left, amount)
         left = left - shares[cause]
     shares["launch"] = left
+    texts = (collectives.fqn, collectives.phase, collectives.op, collectives.process_group)
+    fqn, phase, op, process_group = (column.to_list() for column in texts)
+    late_ns = {cause: share.tolist() for cause, share in shares.items() if share.any()}
     rows = []
     for i in np.argsort(waited.needed_ns, kind="stable").tolist():
         c = int(waited.collective[i])
-        late: dict[LateCause, int] = {cause: int(share[i]) for cause, share in shares.items() if share[i]}
+        late: dict[LateCause, int] = {cause: share[i] for cause, share in late_ns.items() if share[i]}
         needed = int(waited.needed_ns[i])
         rows.append(
             PrefetchRow(
                 rank=rank,
                 step=int(collectives.step[c]),
-                fqn=collectives.fqn[c],
-                phase=collectives.phase[c] or "other",
-                op=collectives.op[c] or "other",
-                process_group=collectives.process_group[c],
+                fqn=fqn[c],
+                phase=phase[c] or "other",
+                op=op[c] or "other",
+                process_group=process_group[c],
                 issued_before_ns=needed - int(collectives.issue_ns[c]),
                 finished_before_ns=needed - int(collectives.end_ns[c]),
                 stall_ns=int(waited.stall_ns[i]),

@@ -334,6 +334,8 @@ def _of_layer(name: str) -> bool:
 
 def _runs(same: BoolArray, least: int) -> Iterator[tuple[int, int]]:
     """Yield ``[first, last)`` of each run of true values of at least a given length."""
+    if np.count_nonzero(same) < least:
+        return
     edges = np.flatnonzero(np.diff(same.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
     yield from edges[edges[:, 1] - edges[:, 0] >= least].tolist()
 

@@ -7,10 +7,12 @@ total duration; collectives are kept separate as long as there is room.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from isal import isal_zlib
 
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
@@ -38,18 +40,23 @@ def loading_rows(trace: Trace, phases: PhaseTable) -> IntArray:
     Loaders that other threads ask ahead of need hold nothing up by themselves.
     """
     labels = trace.labels
+    asked = labels.name.matches(lambda name: name.startswith(NEXT_BATCH))
+    if not asked.any():
+        return np.flatnonzero(asked)
     steps = labels.name.matches(lambda name: name.startswith(STEP_LABEL))
     training = phases.phase.equals("forward") | phases.phase.equals("optimizer")
     threads = np.union1d(labels.thread[steps], phases.thread[training])
-    asked = labels.name.matches(lambda name: name.startswith(NEXT_BATCH))
     return np.flatnonzero(asked & np.isin(labels.thread, threads))
 
 
 _STEPS = 4
 """Steps whose spans are kept until all ranks are available and one is chosen: the last ones."""
 
-_KEPT = 4000
-"""Spans of a rank's step that are kept until then."""
+_SPANS = 64_000
+_SPANS_A_RANK = 1500
+"""Spans that a chart has at most, of all ranks and of one."""
+RANKS = 64
+"""Ranks that a chart shows at most."""
 
 _FINEST = 1 << 14
 _COARSEST = 1 << 4
@@ -83,12 +90,24 @@ class RankSpans:
     start_ns: int
     """Of its window."""
     end_ns: int
-    spans: SpanTable
     resolution_ns: int
+    packed: bytes
+    """The spans, compressed, for those of most ranks and steps are never shown; empty without any."""
+
+    @property
+    def spans(self) -> SpanTable:
+        """The spans, of which there are some."""
+        table: SpanTable = pickle.loads(isal_zlib.decompress(self.packed))
+        return table
 
 
-def rank_spans(tables: RankTables) -> list[RankSpans]:
-    """Return the spans of a rank's last analysed steps."""
+def spans_shown(ranks: int) -> int:
+    """Return the number of spans that a chart shows of each of so many ranks."""
+    return min(_SPANS_A_RANK, _SPANS // max(1, min(ranks, RANKS)))
+
+
+def rank_spans(tables: RankTables, ranks: int = 1) -> list[RankSpans]:
+    """Return the spans of a rank's last analysed steps; the job has so many ranks."""
     windows = tables.windows
     everything = _all_spans(tables)
     kept = []
@@ -103,8 +122,10 @@ def rank_spans(tables: RankTables) -> list[RankSpans]:
         start = np.maximum(spans.start_ns, np.where(host, first, low))
         end = np.minimum(spans.end_ns, np.where(host, last, high))
         clipped = spans.with_columns(start_ns=start, end_ns=end, busy_ns=end - start)
-        folded, resolution = fold(clipped, _KEPT)
-        kept.append(RankSpans(step=step, start_ns=low, end_ns=high, spans=folded, resolution_ns=resolution))
+        folded, resolution = fold(clipped, spans_shown(ranks))
+        pickled = pickle.dumps(folded.compact(), pickle.HIGHEST_PROTOCOL) if len(folded) else b""
+        packed = isal_zlib.compress(pickled, 0) if pickled else b""
+        kept.append(RankSpans(step=step, start_ns=low, end_ns=high, resolution_ns=resolution, packed=packed))
     return kept
 
 

@@ -12,15 +12,12 @@ import numpy as np
 from fsdp2prof.analyzers.ranks.comparison import RankComparison
 from fsdp2prof.analyzers.ranks.summary import RankSummary
 from fsdp2prof.analyzers.trace.prefetch import AwaitedTable
-from fsdp2prof.analyzers.trace.spans import RankSpans, SpanTable, fold
+from fsdp2prof.analyzers.trace.spans import RANKS, RankSpans, SpanTable, fold, spans_shown
 from fsdp2prof.results.communication import PrefetchRow
 from fsdp2prof.results.step import RankTimeline, StepTimeline, TimelineLane, TimelineStall
 from fsdp2prof.tables.columns import IntArray
 from fsdp2prof.vocabulary import LANES
 
-_RANKS = 64
-_SPANS = 64_000
-_SPANS_A_RANK = 1500
 _STALLS = 1000
 _SLICES = 96
 
@@ -51,12 +48,12 @@ def step_timeline(ranks: Sequence[RankSteps], comparison: RankComparison) -> Ste
     step = _typical([rank.steps for rank in ranks])
     if step is None:
         return None
-    having = [(rank, one) for rank in ranks for one in rank.steps if one.step == step and len(one.spans)]
+    having = [(rank, one) for rank in ranks for one in rank.steps if one.step == step and one.packed]
     if not having:
         return None
     chosen = _worth_showing(having, comparison)
     shift, aligned = _shifts(chosen, comparison)
-    most = min(_SPANS_A_RANK, _SPANS // len(chosen))
+    most = spans_shown(len(chosen))
     resolution = 0
     layers, phases, names = _Index(), _Index(), _Index()
     pictured: list[RankTimeline] = []
@@ -124,7 +121,7 @@ def _worth_showing(
             pair[0].summary.rank,
         ),
     )
-    return sorted(ordered[:_RANKS], key=lambda pair: pair[0].summary.rank)
+    return sorted(ordered[:RANKS], key=lambda pair: pair[0].summary.rank)
 
 
 def _shifts(

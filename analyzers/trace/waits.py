@@ -100,12 +100,12 @@ def _device_waits(phases: PhaseTable, collectives: Collectives, calls: _WaitCall
     table, issue = collectives.table, collectives.table.issue_ns
     wait = np.full(len(table), -1, dtype=np.int64)
     known = issue >= 0
-    copy_out = phases.activity.equals("copy_out")
+    copy_outs = np.flatnonzero(phases.activity.equals("copy_out"))
+    copied, known_gathers = phases.fqn.take(copy_outs), np.flatnonzero(known & table.op.equals("all_gather"))
     for code, fqn in enumerate(table.fqn.values):
-        gathers = np.flatnonzero(known & (table.fqn.codes == code) & table.op.equals("all_gather"))
+        gathers = known_gathers[table.fqn.codes[known_gathers] == code]
         if len(gathers):
-            labels = np.flatnonzero(copy_out & phases.fqn.equals(fqn))
-            wait[gathers] = calls.first_in(labels, issue[gathers])
+            wait[gathers] = calls.first_in(copy_outs[copied.equals(fqn)], issue[gathers])
     reductions = np.flatnonzero(
         known & (table.fqn.codes >= 0) & table.op.matches(lambda op: op in ("reduce_scatter", "all_reduce"))
     )
@@ -153,9 +153,11 @@ class _WaitCalls:
             events.name.matches(lambda name: "StreamWaitEvent" in name) & (events.thread >= 0)
         )
         self._end = events.end_ns[calls]
-        self._phase_row = find_rows(phases, events.thread[calls], events.start_ns[calls])
+        phase_row = find_rows(phases, events.thread[calls], events.start_ns[calls])
+        self._called = np.full(len(phases) + 1, NEVER, dtype=np.int64)
+        np.minimum.at(self._called, phase_row, self._end)
         if len(calls):
-            self._final = np.sort(self._end[phases.activity.lookup(self._phase_row).equals("final_wait")])
+            self._final = np.sort(self._end[phases.activity.lookup(phase_row).equals("final_wait")])
         else:
             self._final = np.sort(phases.end_ns[phases.activity.equals("final_wait")])
 
@@ -169,9 +171,8 @@ class _WaitCalls:
         start = self._phases.start_ns[labels]
         order = np.argsort(start, kind="stable")
         labels, start = labels[order], start[order]
-        called = np.full(len(self._phases) + 1, NEVER, dtype=np.int64)
-        np.minimum.at(called, self._phase_row, self._end)
-        at = np.append(np.where(called[labels] < NEVER, called[labels], start), -1)
+        called = self._called[labels]
+        at = np.append(np.where(called < NEVER, called, start), -1)
         found: IntArray = at[np.searchsorted(start, after, side="left")]
         return found
 

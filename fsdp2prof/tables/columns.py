@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import compress
@@ -25,6 +26,8 @@ NEVER = int(np.iinfo(np.int64).max)
 
 _FEW = 6
 """Distinct values up to which a mask is made by comparing."""
+_ROWS_A_VALUE = 16
+"""Rows per value up to which looking for the values that occur takes less time than a predicate on all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +68,24 @@ class Strings:
         """Select rows by index; -1 gives None (as from a join that found nothing)."""
         return Strings(np.append(self.codes, np.int32(-1))[rows], self.values)
 
+    def occurring(self) -> IntArray:
+        """Return the codes that occur, ascending: after a selection, often few of all values."""
+        return np.flatnonzero(np.bincount(self.codes + 1, minlength=len(self.values) + 1)[1:])
+
+    def compact(self) -> Strings:
+        """Return the column without the values that no row has, its strings shared between such columns."""
+        occurring = self.occurring()
+        codes = np.full(len(self.values) + 1, -1, dtype=np.int32)
+        codes[occurring] = np.arange(len(occurring), dtype=np.int32)
+        return Strings(codes[self.codes], tuple(sys.intern(self.values[code]) for code in occurring.tolist()))
+
     def matches(self, predicate: Callable[[str], bool]) -> BoolArray:
         """Mask of the rows whose string satisfies ``predicate``, evaluated once per distinct value."""
-        hits = [*compress(range(len(self.values)), map(predicate, self.values))]
+        if len(self.codes) < _ROWS_A_VALUE * len(self.values):
+            codes = self.occurring().tolist()
+            hits = [*compress(codes, map(predicate, [self.values[code] for code in codes]))]
+        else:
+            hits = [*compress(range(len(self.values)), map(predicate, self.values))]
         if len(hits) <= _FEW:
             # Comparing is several times faster than indexing, and needs no 64-bit copy of the codes.
             mask = np.zeros(len(self.codes), dtype=np.bool_)
@@ -129,6 +147,13 @@ class Table:
             column = getattr(self, field.name)
             columns[field.name] = column.take(rows) if isinstance(column, Strings) else _select(column, rows)
         return type(self)(**columns)
+
+    def compact(self) -> Self:
+        """Return the table with compact columns of strings: to keep it when the trace is gone."""
+        strings = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return self.with_columns(
+            **{name: column.compact() for name, column in strings.items() if isinstance(column, Strings)}
+        )
 
     def with_columns(self, **columns: Any) -> Self:
         """Return a copy with some columns replaced."""

@@ -6,6 +6,7 @@ A large file is decoded by several processes, each taking every n-th chunk.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -28,6 +29,8 @@ _OTHER_FORMATS = {b"SQLite format 3\0": "fsdp2prof.readers.trace.nsys_report"}
 _LONGEST_MAGIC = max(map(len, _OTHER_FORMATS))
 _BYTES_PER_WORKER = {True: 2 << 20, False: 24 << 20}
 """File size (compressed or not) that is worth the start of another process."""
+_LONG_TIME = re.compile(rb'"ts":\s*\d{14,}\.\d')
+"""A timestamp that is decoded as text (``LONGEST_US``); others are found in decoded events."""
 
 
 def read_trace(
@@ -155,6 +158,8 @@ class _Reader:
 
     def add(self, text: bytes, number: int, is_last: bool) -> None:
         """Decode one chunk; raises ``msgspec.DecodeError`` if it is invalid."""
+        if not self.share.pieces and _LONG_TIME.search(text):
+            self._kinds = schema.TEXT_TIMES
         try:
             self.share.add(number, self._decode(text, is_last), self._kinds)
         except TextTimeNeededError:
