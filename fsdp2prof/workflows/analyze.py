@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp2prof.errors import RunDirectoryError, SnapshotError, TraceError, UsageError
@@ -54,12 +55,17 @@ def analyze_trace(job: JobFiles, **options: Unpack[TraceOptions]) -> TraceAnalys
     return result
 
 
-def analyze_ranks(job: JobFiles, **options: Unpack[TraceOptions]) -> tuple[TraceAnalysis, list[RankAnalysis]]:
-    """Analyse the traces of a job as :func:`analyze_trace` does; also return each rank's own analysis."""
+def analyze_ranks(
+    job: JobFiles, tables_in: Path | None = None, **options: Unpack[TraceOptions]
+) -> tuple[TraceAnalysis, list[RankAnalysis]]:
+    """Analyse the traces of a job as :func:`analyze_trace` does; also return each rank's own analysis.
+
+    ``tables_in`` is a folder in which the joined tables of each rank are stored.
+    """
     if not job.traces.files:
         raise TraceError(job.traces.absent)
     with place_of(options) as place:
-        works = _works(job, job.traces.files, (), options)
+        works = [replace(work, tables_in=tables_in) for work in _works(job, job.traces.files, (), options)]
         reduced = list(counted(place.map(reduce_rank, works), works))
     result = _merged_traces(job, reduced, options)
     ranks = [one.trace.analysis for one in reduced if one.trace is not None]

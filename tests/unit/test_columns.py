@@ -5,14 +5,14 @@ import pickle
 import numpy as np
 import pytest
 
-from fsdp2prof.tables.columns import Strings
+from fsdp2prof.tables.columns import IntArray, Strings
 
 NAMES = Strings.intern([f"kernel {i % 40}" if i % 7 else None for i in range(1000)])
 SELECTIONS = [np.arange(1000), np.array([3, 5, 3, 7]), np.array([0, 7]), np.empty(0, dtype=np.int64)]
 
 
 @pytest.mark.parametrize("rows", SELECTIONS)
-def test_a_predicate_sees_only_the_values_of_a_selection(rows: np.ndarray) -> None:
+def test_a_predicate_sees_only_the_values_of_a_selection(rows: IntArray) -> None:
     selected = NAMES.take(rows)
     seen: list[str] = []
 
@@ -26,7 +26,7 @@ def test_a_predicate_sees_only_the_values_of_a_selection(rows: np.ndarray) -> No
 
 
 @pytest.mark.parametrize("rows", SELECTIONS)
-def test_a_compact_column_has_the_same_rows_and_no_other_values(rows: np.ndarray) -> None:
+def test_a_compact_column_has_the_same_rows_and_no_other_values(rows: IntArray) -> None:
     selected = NAMES.take(rows)
     compact = selected.compact()
     assert compact.to_list() == selected.to_list()

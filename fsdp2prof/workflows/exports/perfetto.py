@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, TYPE_CHECKING, Any
 
 from isal import igzip
@@ -22,10 +23,10 @@ from fsdp2prof.reporters.perfetto.tracks import (
     rank_clocks,
 )
 from fsdp2prof.results.memory import RankMemory
-from fsdp2prof.workflows.analyze import analyze_memory, analyze_ranks, read_tables
+from fsdp2prof.workflows.analyze import analyze_memory, analyze_ranks
 from fsdp2prof.workflows.job.job_files import JobFiles
 from fsdp2prof.workflows.job.urls import shown
-from fsdp2prof.workflows.ranks.one_rank import TraceOptions
+from fsdp2prof.workflows.ranks.one_rank import TraceOptions, stored_tables
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -47,19 +48,22 @@ class PerfettoExport:
 def export_perfetto(job: JobFiles, path: Path, **options: Unpack[TraceOptions]) -> PerfettoExport:
     """Write all ranks of a job on one clock in the Trace Event Format; gzip where the name ends in .gz.
 
-    The ranks are read twice, one at a time: to compare their clocks, and to write them. Raises the errors of
+    The ranks' tables are stored beside the file until their clocks are compared. Raises the errors of
     :func:`~fsdp2prof.workflows.analyze.analyze_trace`.
     """
-    analysis, analyses = analyze_ranks(job, **options)
+    with TemporaryDirectory(dir=path.parent, prefix=".fsdp2prof-") as folder:
+        return _export(job, path, Path(folder), options)
+
+
+def _export(job: JobFiles, path: Path, folder: Path, options: TraceOptions) -> PerfettoExport:
+    analysis, analyses = analyze_ranks(job, folder, **options)
     summaries = [one.summary for one in analyses]
     clocks = rank_clocks(summaries, analysis)
     flows = collective_flows(summaries, clocks)
-    rank_of_source = {one.rank.source: one.rank.rank for one in analyses}
 
     def events() -> Iterator[list[str]]:
-        for _, tables in read_tables(job, **options):
-            rank = rank_of_source[tables.trace.source]
-            yield from rank_events(tables, rank, clocks[rank], flows.get(rank, {}))
+        for rank in (one.rank.rank for one in analyses):
+            yield from rank_events(stored_tables(folder, rank), rank, clocks[rank], flows.get(rank, {}))
         yield list(map(as_json, finding_events(analysis, clocks)))
         for position, memory in enumerate(_memory(job)):
             yield list(map(as_json, memory_events(memory, position)))
