@@ -21,6 +21,7 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.stacks import with_stack
 from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.models.catalog import builtin_config
 
 GIB = 1 << 30
 TABLE = Path(__file__).parent / "data" / "published_later.csv"
@@ -35,8 +36,9 @@ def options_of(text: str) -> dict[str, Any]:
 
 def policy_of(row: dict[str, str]) -> PolicySpec:
     """The policy of a row: its stack, and what its source says besides."""
-    pipelined = MeshSpec.parse(row["mesh"]).pp > 1
-    return PolicySpec.from_mapping(with_stack(row["stack"], options_of(row["options"]), pipelined=pipelined))
+    pipelined, tied = MeshSpec.parse(row["mesh"]).pp > 1, builtin_config(row["model"]).tied
+    options = options_of(row["options"])
+    return PolicySpec.from_mapping(with_stack(row["stack"], options, tied=tied, pipelined=pipelined))
 
 
 def main(ids: list[str]) -> None:
