@@ -190,9 +190,10 @@ def _add_tensor_parallel(
     for block, fqn in enumerate(owners):
         add(fqn, "forward", "all_gather", 2, hidden, gathered)
         add(fqn, "forward", "reduce_scatter", 2, hidden)
-        # Recomputing stops once the last saved tensor is back, before the feed-forward's reduce-scatter.
+        # Recomputing stops once the last saved tensor is back, before the reduce-scatter that ends a block
+        # or a child.
         gathers = 2 * policy.checkpoints(block)
-        scatters = 1 if gathers and policy.ac != "op" else 0
+        scatters = 1 if gathers and policy.ac not in ("op", "children") else 0
         add(fqn, "backward", "all_gather", 2 + gathers, hidden, gathered)
         add(fqn, "backward", "reduce_scatter", 2 + scatters, hidden)
 

@@ -71,9 +71,9 @@ class FlexDocuments(Counted, word="flex"):
 
 
 Documents = MaskedDocuments | VarlenDocuments | FlexDocuments
-CheckpointingMode = Literal["none", "full", "op"]
+CheckpointingMode = Literal["none", "full", "children", "op"]
 ActivationCheckpointing = CheckpointingMode | Every
-"""``op`` is selective by operator."""
+"""``children``: each child module of a block on its own; ``op`` is selective by operator."""
 ExpertDispatch = Literal["all-to-all", "once"]
 LossMode = Literal["full", "native", "in-place", "compiled", "fused", "logprobs", "dpo"]
 PIECES = (Chunked, ChunkedKept, ChunkedBackward, ChunkedTokens, ChunkedVocabulary, ChunkedBlocks)

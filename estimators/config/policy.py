@@ -197,10 +197,12 @@ class PolicySpec:
                 ("memory-budget", "use op, or full and none as the two ends of a budget"),
                 ("budget", "use op, or full and none as the two ends of a budget"),
                 ("offload", "activation offload is not supported: use full"),
-                ("submodule", "checkpointing parts of a block is not supported: use full, which saves less"),
+                ("submodule", "use children: each child module of a block, on its own"),
             ),
         ),
-        "Activation checkpointing: of every block, selective by operator, or of every K-th block.",
+        "Activation checkpointing: of every block, of each child module of every block on its own "
+        "(fsdp_activation_checkpointing before accelerate 1.15), selective by operator, or of every K-th "
+        "block.",
         everyday=True,
         planned=True,
     )
@@ -438,6 +440,11 @@ class PolicySpec:
                 raise ModelError(f"{name}: say which unit prefetches them, as layers.0=layers.1>layers.2")
         if self.record_streams and not self.rules.collectives_record_streams:
             raise ModelError(f"record_streams: torch {self.rules.version} never does; it ended with 2.8")
+        if self.ac == "children" and self.compile:
+            raise ModelError(
+                "ac=children: how a compiled block is partitioned around checkpoints inside it is "
+                "not modelled; ac=full is the least, ac=none the most that it saves"
+            )
         for name in SELECTION:
             if getattr(self, name) is not None and self.ac != "op":
                 raise ModelError(f"{name}: without ac=op nothing chooses what is saved")

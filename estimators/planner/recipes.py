@@ -215,6 +215,11 @@ def _accelerate_note(one: Candidate) -> str:
         )
     if policy.orig_dtype != "float32":
         notes.append("accelerate keeps parameters in float32 under mixed precision")
+    if one.policy.ac == "full":
+        notes.append(
+            "before accelerate 1.15 fsdp_activation_checkpointing checkpoints each child of a block, which "
+            "saves less memory: set it to false there, and gradient_checkpointing=True in the script"
+        )
     if one.policy.ac not in ("none", "full"):
         notes.append(f"ac={one.policy.ac} is not a setting of accelerate: checkpoint in the script")
     if len(one.policy.wrap) > 1:

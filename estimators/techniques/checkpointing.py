@@ -16,6 +16,12 @@ class Checkpointing(Technique):
         """Tensors saved and recomputed in addition to the rule."""
         if about != "memory":
             return
+        if policy.ac == "children":
+            yield (
+                "each child module of a block is checkpointed on its own, as by accelerate's "
+                "fsdp_activation_checkpointing before 1.15: the inputs of all are saved; ac=full saves the "
+                "block's alone"
+            )
         if policy.recomputes_attention:
             yield "operator-selective checkpointing recomputes attention, too"
         if policy.ac_saves is not None:

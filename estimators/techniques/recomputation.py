@@ -52,8 +52,9 @@ class Selective:
         return name == _REDUCE_SCATTER or name in self.besides
 
 
-Recompute = Literal["none", "full"] | Selective
-"""Operators that backward recomputes: the partitioner's choice, all, or those not selected."""
+Recompute = Literal["none", "full", "children"] | Selective
+"""Operators that backward recomputes: the partitioner's choice, all, all of each child by itself, or those
+not selected."""
 
 
 def _shape(factor: Any) -> tuple[int, ...]:
@@ -71,9 +72,13 @@ def checkpoint_blocks(root: nn.Module, blocks: tuple[str, ...], policy: PolicySp
         options: dict[str, Any] = {}
         if isinstance(mode, Selective):
             options["context_fn"] = partial(_selective_contexts, count, mode, not policy.compile)
-        if mode != "none":
+        block = root.get_submodule(fqn)
+        if mode == "children":
+            for name, child in list(block.named_children()):
+                block.register_module(name, checkpoint_wrapper(child, preserve_rng_state=False))
+        elif mode != "none":
             parent, _, name = fqn.rpartition(".")
-            wrapped = checkpoint_wrapper(root.get_submodule(fqn), preserve_rng_state=False, **options)
+            wrapped = checkpoint_wrapper(block, preserve_rng_state=False, **options)
             root.get_submodule(parent).register_module(name, wrapped)
 
 
@@ -86,7 +91,7 @@ def recomputation(root: nn.Module, blocks: tuple[str, ...], policy: PolicySpec) 
     if policy.ac == "op":
         mode = _selective(root, blocks, policy)
     elif policy.ac != "none":
-        mode = "full"
+        mode = "children" if policy.ac == "children" else "full"
     return {fqn: mode if policy.checkpoints(at) else "none" for at, fqn in enumerate(blocks)}
 
 

@@ -271,6 +271,16 @@ def test_checkpointing_and_sharding_and_chunking_save_memory() -> None:
     assert active(reshard="never") >= plain
 
 
+def test_checkpoints_of_a_blocks_children_save_the_input_of_each() -> None:
+    """Of a block's four children: its own input, the sum after attention, and both results of the norms."""
+    spec, policy = ModelSpec(source="qwen3-0.6b", layers=2), replace(POLICY, seq_len=1024)
+    whole, parts = (estimate_memory(spec, MESH, replace(policy, ac=ac)).peak for ac in ("full", "children"))
+    assert whole.fqn == parts.fqn  # in the loss: all blocks hold what they save
+    assert parts.active_bytes - whole.active_bytes == 2 * 3 * 1024 * 1024 * 2
+    with pytest.raises(ModelError, match="ac=children"):
+        replace(policy, ac="children", compile=True)
+
+
 def test_context_parallelism_runs_a_part_of_the_sequence() -> None:
     whole = predict_memory(SPEC, MESH, POLICY)
     halved = predict_memory(SPEC, MeshSpec(dp_shard=2, cp=2), POLICY)

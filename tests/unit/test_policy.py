@@ -62,7 +62,7 @@ def test_counted_options():
         ({"reshard": 0}, "reshard: unknown value 0"),
         ({"reshard": True}, "reshard: unknown value True"),
         ({"ac": "every:0"}, "every:K with K >= 1"),
-        ({"ac": "blocks"}, "unknown value 'blocks'; one of none, full, op or every:K"),
+        ({"ac": "blocks"}, "unknown value 'blocks'; one of none, full, children, op or every:K"),
         ({"loss": "chunked"}, "chunked:K"),
         ({"optimizer": "lion"}, "optimizer: unknown value 'lion'"),
         ({"trainable": "("}, "not a regular expression"),

@@ -826,6 +826,26 @@ def test_libraries_that_changed_are_stacks_of_their_time(tmp_path: Path) -> None
     assert read(tmp_path, ("tune.yaml", tune), world_size=8).stack_before == "torchtune-2024-09"
 
 
+@pytest.mark.parametrize("of_transformers", ["", "\ngradient_checkpointing: false"])
+def test_accelerates_checkpointing_is_of_a_blocks_children_before_1_15(
+    of_transformers: str, tmp_path: Path
+) -> None:
+    training = (
+        "model_name_or_path: Qwen/Qwen3-8B\nper_device_train_batch_size: 1\nbf16: true" + of_transformers
+    )
+    fsdp = ACCELERATE + "  fsdp_activation_checkpointing: true\n"
+    files = ("args.yaml", training), ("fsdp.yaml", fsdp)
+    run = read(tmp_path, *files)
+    assert (run.values["stack"], run.stack_before) == ("transformers-2026-09", "transformers-2026")
+    assert made(run)["ac"] == "full"
+    for stack in ("transformers-2026", "trl-2026-04"):
+        assert made(read(tmp_path, *files, stack=stack))["ac"] == "children"
+    whole = read(tmp_path, ("factory.yaml", FACTORY), ("fsdp.yaml", fsdp))
+    assert made(whole)["ac"] == "full"  # its own checkpoints are around the blocks
+    off = FACTORY + "\ndisable_gradient_checkpointing: true\n"
+    assert made(read(tmp_path, ("factory.yaml", off), ("fsdp.yaml", fsdp)))["ac"] == "children"
+
+
 def test_pipelines_keep_their_parameters_by_default(tmp_path: Path) -> None:
     text = TITAN.replace("[parallelism]", "[parallelism]\npipeline_parallel_degree = 2")
     text = text.replace("global_batch_size = 64", "global_batch_size = -1")

@@ -192,7 +192,8 @@ def read_accelerate_fsdp(run: Reading, *sections: str) -> None:
         run.says("wrap", "block", classes)
     checkpointing = key("activation_checkpointing")
     if is_on(checkpointing):
-        run.set("ac", "full", checkpointing)
+        unit = run.get("activation_checkpointing_unit")
+        run.set("ac", "children" if unit.word() == "child" else "full", checkpointing, unit)
     for name in ("cpu_ram_efficient_loading", "state_dict_type", "sync_module_states", "use_orig_params"):
         key(name)
     for name in ("backward_prefetch", "forward_prefetch", "sharding_strategy"):
@@ -219,7 +220,7 @@ def read_hugging_face(run: Reading) -> None:
     trl = run.has(
         "max_length", "max_seq_length", "packing", "dataset_name", "use_peft", "loss_type", "beta", *_GRPO
     )
-    run.take_stack("trl-2026" if trl else "transformers-2026")
+    run.take_stack("trl-2026" if trl else "transformers-2026-09")
     _model(run)
     run.set_world(run.get("accelerate.num_processes"))
     shard = run.get("accelerate.parallelism_config.parallelism_config_dp_shard_size")
@@ -253,7 +254,7 @@ def read_hugging_face(run: Reading) -> None:
     if not generates:
         _length(run, trl)
     checkpointing = run.get("activation_checkpointing", "gradient_checkpointing")
-    if checkpointing.given or run.policy.get("ac") != "full":
+    if "ac" not in run.policy:
         if trl and not checkpointing.given:
             checkpointing = Value(
                 "gradient_checkpointing", True, "trl/trainer/base_config.py:61", given=False

@@ -53,7 +53,8 @@ def read_llama_factory(run: Reading) -> None:
     else:
         run.open.append("without packing a batch is as long as its longest example: cutoff_len is the most")
     off = run.get("disable_gradient_checkpointing")
-    run.set("ac", "none" if is_on(off) else "full", off)
+    if not is_on(off) or "ac" not in run.policy:
+        run.set("ac", "none" if is_on(off) else "full", off)
     read_optimizer(run, "optim")
     norm = run.get("max_grad_norm")
     run.set("clip_grad", float(norm.value or 0) > 0, norm)
