@@ -846,6 +846,24 @@ def test_accelerates_checkpointing_is_of_a_blocks_children_before_1_15(
     assert made(read(tmp_path, ("factory.yaml", off), ("fsdp.yaml", fsdp)))["ac"] == "children"
 
 
+@pytest.mark.parametrize(
+    ("stack", "dtype", "held"),
+    [
+        ("trl-2026", "bfloat16", ",base=bfloat16"),
+        ("trl-2026", "auto", ""),
+        ("transformers-2026-09", "bfloat16", ",base=bfloat16"),
+        ("trl-2026-04", "bfloat16", ""),  # accelerate upcast the whole model before 1.13
+        ("trl-2025-08", "bfloat16", ""),
+    ],
+)
+def test_frozen_parameters_keep_their_dtype_beside_adapters(
+    stack: str, dtype: str, held: str, tmp_path: Path
+) -> None:
+    training = f"model_name_or_path: Qwen/Qwen3-8B\nuse_peft: true\nbf16: true\ndtype: {dtype}\nlora_r: 8\n"
+    policy = made(read(tmp_path, ("args.yaml", training), ("fsdp.yaml", ACCELERATE), stack=stack))
+    assert policy["lora"] == f"r=8,targets=q_proj?+v_proj?{held}"
+
+
 def test_pipelines_keep_their_parameters_by_default(tmp_path: Path) -> None:
     text = TITAN.replace("[parallelism]", "[parallelism]\npipeline_parallel_degree = 2")
     text = text.replace("global_batch_size = 64", "global_batch_size = -1")

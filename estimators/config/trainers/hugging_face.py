@@ -75,7 +75,7 @@ def read_optimizer(run: Reading, *keys: str) -> None:
 def read_lora(
     run: Reading, rank: Value, targets: Value, *, quantized: str | None, base: Value | None = None
 ) -> None:
-    """Adapters of PEFT."""
+    """Adapters of PEFT, beside weights in 4 bits or of a dtype of their own."""
     names: Any = targets.value
     if isinstance(names, str):
         names = (EVERY_LAYER,) if names in _EVERY_LAYER else re.split(r"[,+ ]+", names)
@@ -269,14 +269,7 @@ def read_hugging_face(run: Reading) -> None:
         run.set("compile", True, compiled if is_on(compiled) else dynamo)
     refuse_eight_bits(run)
     if is_on(run.get("use_peft")):
-        bits = run.get("load_in_4bit")
-        read_lora(
-            run,
-            run.get("lora_r"),
-            run.get("lora_target_modules"),
-            quantized="bnb-nf4" if is_on(bits) else None,
-            base=bits if is_on(bits) else None,
-        )
+        _adapters(run)
     if generates:
         _generation(run)
     else:
@@ -293,6 +286,15 @@ def _model(run: Reading) -> None:
         run.notes.append(
             f"{dtype.key} = {dtype.value}: accelerate holds trained parameters in fp32 under mixed precision"
         )
+
+
+def _adapters(run: Reading) -> None:
+    bits, dtype = run.get("load_in_4bit"), run.get("dtype", "torch_dtype")
+    held, said = ("bnb-nf4", bits) if is_on(bits) else (None, None)
+    upcast = is_on(run.get("upcast_of_frozen")) and run.policy.get("param_dtype") is not None
+    if held is None and not upcast and dtype.word() in ("bfloat16", "float16"):
+        held, said = dtype.word(), dtype
+    read_lora(run, run.get("lora_r"), run.get("lora_target_modules"), quantized=held, base=said)
 
 
 def _generation(run: Reading) -> None:
