@@ -365,6 +365,21 @@ def merge_results(
     return summarise(result)
 
 
+def merged_part(analysis: TraceAnalysis) -> TraceAnalysis:
+    """Return what :func:`merge_results` takes of the result of any rank but the lowest."""
+    return TraceAnalysis(
+        ranks=analysis.ranks,
+        rehearsed=analysis.rehearsed,
+        groups=analysis.groups,
+        attribution=analysis.attribution,
+        cross_rank=analysis.cross_rank,
+        findings=[],
+        warnings=analysis.warnings,
+        prefetch=analysis.prefetch,
+        host_syncs=analysis.host_syncs,
+    )
+
+
 def throughput(
     steps: Sequence[StepBreakdown],
     references: References,

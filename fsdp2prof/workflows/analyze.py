@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from fsdp2prof.errors import RunDirectoryError, SnapshotError, TraceError, UsageError
 from fsdp2prof.files import counted
+from fsdp2prof.worker_processes import no_garbage_collection
 from fsdp2prof.workflows.job.job_files import JobFiles, require, was_tried
 from fsdp2prof.workflows.job.one_job import Found, RankFile
 from fsdp2prof.workflows.ranks.one_rank import (
@@ -232,6 +233,7 @@ def analyze_any(
     return analyze_trace(job, **options)
 
 
+@no_garbage_collection()
 def _of_summaries(job: JobFiles, options: TraceOptions) -> RunAnalysis:
     from fsdp2prof.workflows.ranks.kept import analysis_of_summaries
 
@@ -258,6 +260,7 @@ def _summary(job: JobFiles) -> RunSummary:
     return summarize_run(job.run)
 
 
+@no_garbage_collection()
 def _merged_traces(job: JobFiles, reduced: Sequence[Reduced], options: TraceOptions) -> TraceAnalysis:
     """Merge the analyses of the ranks' traces. Raises ``TraceError`` if none can be read."""
     from fsdp2prof.analyzers.trace.analysis import References, merge

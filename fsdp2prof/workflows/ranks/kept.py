@@ -6,7 +6,7 @@ Checks of a saved analysis beyond its types: columns of equal length, numbers an
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,7 +15,7 @@ import msgspec
 
 from fsdp2prof.analyzers.memory.analysis import merge_results as merge_memory
 from fsdp2prof.analyzers.memory.analysis import summarise as summarise_memory
-from fsdp2prof.analyzers.trace.analysis import References
+from fsdp2prof.analyzers.trace.analysis import References, merged_part
 from fsdp2prof.analyzers.trace.analysis import merge_results as merge_traces
 from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.errors import InputError, RunDirectoryError, UsageError
@@ -31,15 +31,17 @@ from fsdp2prof.results.estimate import (
     decoding_hook,
 )
 from fsdp2prof.results.memory import MEMORY_SCHEMA, MemoryAnalysis
-from fsdp2prof.results.run import RUN_ANALYSIS_SCHEMA, RunAnalysis
+from fsdp2prof.results.run import RUN_ANALYSIS_SCHEMA, RunAnalysis, RunSummary
 from fsdp2prof.results.step import StepTimeline, TimelineLane
 from fsdp2prof.results.trace import TRACE_SCHEMA, TraceAnalysis
 from fsdp2prof.vocabulary import LANES, PHASES
 from fsdp2prof.workflows.job.job_files import JobFiles, require
 from fsdp2prof.workflows.ranks.one_rank import TraceOptions
 
-_LONG_NUMBER = re.compile(rb"[:,\[\s-]\d{19}")
-"""May exceed 64 bits, or be part of a text."""
+_DIGITS = re.compile(rb"\d+")
+_AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+_LONG = b"0" * 19
+"""Numbers of so many digits may exceed 64 bits."""
 
 _LONGEST_NS = 1 << 56
 """Two years; a lane may begin before its step."""
@@ -47,7 +49,7 @@ _LONGEST_NS = 1 << 56
 
 def check_numbers(content: bytes) -> None:
     """Raise ``ValueError`` for an integer of more than 64 bits: sums and means of it have no end."""
-    if not _LONG_NUMBER.search(content):
+    if not any(len(number) > len(_LONG) or int(number) >> 63 for number in _long_numbers(content)):
         return
     left: list[Any] = [msgspec.json.decode(content)]
     while left:
@@ -56,6 +58,15 @@ def check_numbers(content: bytes) -> None:
             raise ValueError("a number beyond 64 bits")
         if isinstance(value, (dict, list)):
             left.extend(value.values() if isinstance(value, dict) else value)
+
+
+def _long_numbers(content: bytes) -> Iterator[bytes]:
+    """Yield runs of many digits, in texts too; to search for zeros is ten times as fast as for digits."""
+    zeros = content.translate(_AS_ZEROS)
+    at = zeros.find(_LONG)
+    while at >= 0 and (found := _DIGITS.match(content, at)):
+        yield found[0]
+        at = zeros.find(_LONG, found.end())
 
 
 def check_timeline(timeline: StepTimeline) -> None:
@@ -260,21 +271,27 @@ def analysis_of_summaries(job: JobFiles, options: TraceOptions) -> RunAnalysis:
         raise UsageError(f"{job.path}: recorded as summaries: --hardware and --tokens need the traces")
     if options.get("cluster") is not None:
         raise UsageError(f"{job.path}: recorded as summaries: --cluster would have no effect")
-    results: list[RunAnalysis] = []
+    runs: list[RunSummary] = []
+    traces: list[TraceAnalysis] = []
+    memories: list[MemoryAnalysis] = []
     unreadable: list[str] = []
     for file in job.summaries.files:
         try:
-            results.append(_read(file.path))
+            one = _read(file.path)
         except InputError as error:
             unreadable.append(str(error))
-    if not results:
+            continue
+        runs = runs or [one.run]
+        if one.trace is not None and one.trace.ranks:
+            traces.append(merged_part(one.trace) if traces else one.trace)
+        if one.memory is not None and one.memory.ranks:
+            memories.append(one.memory)
+    if not runs:
         raise RunDirectoryError(unreadable[0])
     manifests = list(job.manifests.values())
-    traces = [one.trace for one in results if one.trace is not None and one.trace.ranks]
-    memories = [one.memory for one in results if one.memory is not None and one.memory.ranks]
     trace = merge_traces(traces, manifests, references.thresholds) if traces else None
     return RunAnalysis(
-        run=results[0].run,
+        run=runs[0],
         trace=None if trace is None else replace(trace, advice=[*trace.advice, _NOT_REPLAYED]),
         memory=merge_memory(memories) if memories else None,
         warnings=[*job.summaries.warnings, *unreadable],
