@@ -55,6 +55,8 @@ _STEPS = 4
 _SPANS = 64_000
 _SPANS_A_RANK = 1500
 """Spans that a chart has at most, of all ranks and of one."""
+_FOLDED_FIRST = 4000
+"""Spans to which a step is folded before: within each, time of overlapping ones counts at most once."""
 RANKS = 64
 """Ranks that a chart shows at most."""
 
@@ -122,9 +124,11 @@ def rank_spans(tables: RankTables, ranks: int = 1) -> list[RankSpans]:
         start = np.maximum(spans.start_ns, np.where(host, first, low))
         end = np.minimum(spans.end_ns, np.where(host, last, high))
         clipped = spans.with_columns(start_ns=start, end_ns=end, busy_ns=end - start)
-        folded, resolution = fold(clipped, spans_shown(ranks))
+        folded, finer = fold(clipped, _FOLDED_FIRST)
+        folded, coarser = fold(folded, spans_shown(ranks))
         pickled = pickle.dumps(folded.compact(), pickle.HIGHEST_PROTOCOL) if len(folded) else b""
         packed = isal_zlib.compress(pickled, 0) if pickled else b""
+        resolution = max(finer, coarser)
         kept.append(RankSpans(step=step, start_ns=low, end_ns=high, resolution_ns=resolution, packed=packed))
     return kept
 
