@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Tests that start processes wait for them: one worker more than cores.
 WORKERS ?= 3
 # A file's tests share its fixtures.
-PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 GPU_PYTHON ?= $(BIN)/python
 GPU_OUT ?= runs/gpu-day
 

@@ -6,6 +6,7 @@ import compileall
 import gc
 import os
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
@@ -14,6 +15,7 @@ from types import ModuleType
 
 import pytest
 from hypothesis import settings
+from support.shared import FOLDER
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -40,6 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # The product is a plugin's package, whose assertions pytest rewrites: seconds in every worker.
     config.pluginmanager.rewrite_hook._must_rewrite.discard("fsdp2prof")  # type: ignore[attr-defined]
     if not hasattr(config, "workerinput"):
+        results = tempfile.TemporaryDirectory(prefix="fsdp2prof-tests-")
+        os.environ[FOLDER] = results.name
+        config.add_cleanup(results.cleanup)
         # Workers and the processes of tests read what is compiled once, also if told to write none of it.
         for folder in ("fsdp2prof", "analyzers", "estimators"):
             compileall.compile_dir(REPOSITORY / folder, quiet=2)
@@ -49,7 +54,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all cases of a test marked ``sampled(n)`` slow but ``n``, spread evenly over them."""
+    """Mark all cases of a test marked ``sampled(n)`` slow but ``n``, spread evenly over them.
+
+    Integration tests come first: no worker is left alone with one of their long files at the end.
+    """
+    items.sort(key=lambda item: "integration" not in item.path.parts)
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") is not None:

@@ -215,10 +215,10 @@ def test_a_thread_of_ours_is_not_listed(guard: Guard) -> None:
 
     def watch() -> None:
         seen.set()
-        over.wait(10)
+        over.wait(60)
 
     before = threading.enumerate()
     guard.thread("hang", watch)
-    assert seen.wait(10)
-    assert threading.enumerate() == before
+    assert seen.wait(60)
+    assert set(threading.enumerate()) <= set(before)
     over.set()

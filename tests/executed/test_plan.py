@@ -423,9 +423,10 @@ def test_many_micro_batches_take_what_all_of_them_simulated_take(
 @pytest.mark.parametrize("sync", ["last", pytest.param("each", marks=pytest.mark.slow)])
 def test_micro_batches_in_the_middle_change_no_peak(sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = replace(SMALL.policy, grad_accum=5, sync=sync)
-    fewer = estimate_memory(SMALL.model, MeshSpec(dp_shard=4), policy)
+    model, mesh = replace(SMALL.model, layers=1), MeshSpec(dp_shard=4)
+    fewer = estimate_memory(model, mesh, policy)
     monkeypatch.setattr(micro_batches, "CAPTURED_MICRO_BATCHES", 5)
-    every = estimate_memory(SMALL.model, MeshSpec(dp_shard=4), policy)
+    every = estimate_memory(model, mesh, policy)
     assert fewer.peak.reserved_bytes == every.peak.reserved_bytes
     assert fewer.peak.categories == every.peak.categories
     assert any("3 of 5 micro-batches executed" in note for note in fewer.assumptions)
@@ -466,7 +467,8 @@ def test_an_interrupt_leaves_the_best_so_far(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_second_plan_executes_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(workflow, "_in_processes", ENGINE)
+    monkeypatch.setattr(workflow, "run_one", lambda call: ENGINE([call])[0])
+    monkeypatch.setattr(workflow, "_in_processes", lambda calls: [function(item) for function, item in calls])
     first = workflow.plan(SMALL)
     monkeypatch.setattr(workflow, "_in_processes", lambda calls: [1 / 0 for _ in calls])
     assert workflow.plan(SMALL) == first
@@ -486,6 +488,7 @@ def test_the_longest_sequence_of_a_model_with_so_many_positions() -> None:
     """It is the model's own 1,024 and not a limit of memory; asked with a sequence that is too long."""
     request = replace(
         SMALL,
+        model=replace(SMALL.model, layers=1),
         policy=PolicySpec(seq_len=4096),
         fixed_policy={"ac": "full", "reshard": "default"},
         fixed_mesh={"dp_shard": 4},

@@ -115,6 +115,9 @@ def test_settings_of_a_group_that_change_its_memory_or_traffic():
             fully_shard(module, mesh=fsdp_mesh(mesh))
             roots.watch(module)
         model[0].set_unshard_in_backward(False)
+        model[0].set_modules_to_backward_prefetch([model])
+        model.set_modules_to_forward_prefetch([model[0]])
+        model[0]._set_unshard_async_op(True)
         model.set_reshard_after_backward(False, recurse=False)
         buffers = 1
         if fsdp_method_refusal("set_reduce_scatter_max_input_buffers") is None:
@@ -127,6 +130,9 @@ def test_settings_of_a_group_that_change_its_memory_or_traffic():
     assert (root.fqn, root.unshard_in_backward, root.reshard_after_backward) == ("", True, False)
     assert {root.reduce_scatter_max_input_buffers, first.reduce_scatter_max_input_buffers} == {buffers}
     assert (root.all_gather_comm, root.reduce_scatter_comm) == (None, None)
+    assert (root.forward_prefetch, first.backward_prefetch) == (["0"], [""])
+    assert (root.backward_prefetch, first.forward_prefetch) == ([], [])
+    assert (root.unshard_async_op, first.unshard_async_op) == (False, True)
 
 
 def test_compiled_modules(monkeypatch):

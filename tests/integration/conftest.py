@@ -5,9 +5,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +31,8 @@ class Recorded:
     run: Path
     counts: list[list[dict]]
     """Per rank, the rows of ``counting/sitecustomize.py`` over all :data:`STEPS` steps."""
+    allocator_log: Path
+    """What ``allocator/shim.c`` logged, a file per process; empty without a C compiler."""
 
 
 def training_environment(**extra: str) -> dict[str, str]:
@@ -40,6 +45,15 @@ def torchrun(script: Path, nproc: int, *arguments: str) -> list[str]:
     """Command line of a local torchrun on a free port."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*launcher, "--nproc-per-node", str(nproc), str(script), *arguments]
+
+
+def free_port() -> int:
+    """A port that is free and that the system gives nobody: below those it hands out itself."""
+    for port in range(10_000 + os.getpid() % 20_000, 32_768):
+        with socket.socket() as found, suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
 
 
 def script_path(name: str) -> Path:
@@ -62,6 +76,16 @@ def single_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def compiled_shim(library: Path) -> bool:
+    """Compile ``allocator/shim.c`` into ``library``; returns whether there is a compiler for it."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or sys.platform != "linux":
+        return False
+    source = HERE / "allocator" / "shim.c"
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return True
+
+
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Recorded]:
     """Record a script under real torchrun with gloo, once for all workers of the session."""
@@ -71,20 +95,25 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], R
     def record(name: str, nproc: int = 2) -> Recorded:
         run = shared / f"recorded-{name}-{nproc}"
         count_directory = shared / f"counted-{name}-{nproc}"
+        allocator_log = shared / f"allocated-{name}-{nproc}"
         with (shared / f"recorded-{name}-{nproc}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (run / "run.json").exists():
                 count_directory.mkdir(exist_ok=True)
+                allocator_log.mkdir(exist_ok=True)
                 command = [sys.executable, "-m", "fsdp2prof", "record", *SHORT, "-f", "-o", str(run), "--"]
                 command += torchrun(script_path(name), nproc, "--steps", str(STEPS))
                 environment = training_environment(
                     PYTHONPATH=str(HERE / "counting"), COUNT_DIRECTORY=str(count_directory)
                 )
+                shim = shared / f"{name}-{nproc}-shim.so"
+                if compiled_shim(shim):
+                    environment |= {"LD_PRELOAD": str(shim), "ALLOCATOR_LOG": str(allocator_log)}
                 done = subprocess.run(
                     command, env=environment, capture_output=True, text=True, timeout=240, check=False
                 )
                 assert done.returncode == 0, done.stderr[-4000:]
         counts = [json.loads((count_directory / f"rank{rank}.json").read_text()) for rank in range(nproc)]
-        return Recorded(run, counts)
+        return Recorded(run, counts, allocator_log)
 
     return record

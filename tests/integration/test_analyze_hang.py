@@ -77,6 +77,7 @@ def test_another_shape_is_named_with_both_sizes(ended: Callable[[str], HangAnaly
     assert (one.found.input_sizes, one.expected.input_sizes) == ([[9]], [[8]])
 
 
+@pytest.mark.slow
 def test_a_reordered_pair_is_named_as_swapped(ended: Callable[[str], HangAnalysis]) -> None:
     found = ended("reorder")
     one = found.mismatches[0]

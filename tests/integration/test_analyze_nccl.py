@@ -22,7 +22,11 @@ from .conftest import Recorded
 
 @pytest.mark.parametrize(
     ("script", "lost"),
-    [("train_tiny_fsdp2", 0), ("train_tiny_fsdp2", 3), ("nested", 0)],
+    [
+        ("train_tiny_fsdp2", 0),
+        ("train_tiny_fsdp2", 3),
+        pytest.param("nested", 0, marks=pytest.mark.slow),
+    ],
     ids=["from a step's beginning", "from the middle of a step", "groups inside groups"],
 )
 def test_layers_are_those_of_the_trace(

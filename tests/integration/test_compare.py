@@ -91,7 +91,7 @@ def test_the_gate_of_the_examples(run: Path) -> None:
     gate = [REPOSITORY / "examples" / "ci_gate.sh", run]
     training = torchrun(script_path("train_tiny_fsdp2"), 2, "--steps", str(STEPS))
     ended = subprocess.run(
-        [*gate, *training], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [*gate, *training], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert ended.returncode == 3, ended.stderr
     [error] = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cli import call
 from support.interception import Interception, summed
 from support.present import manifest_of, present
 from support.recordings import RECORDED, SHORT, STEPS
@@ -574,22 +575,21 @@ KEYS = ("fqn", "phase", "op", "process_group", "mesh_dim", "dtype", "group_size"
 SUMS = ("count", "payload_bytes", "wire_bytes")
 
 
-def command_output(*arguments):
-    command = [sys.executable, "-m", "fsdp2prof", *map(str, arguments), "--format", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def command_output(capfd, *arguments):
+    ended = call(capfd, *arguments, "--format", "json")
+    assert ended.code == 0, ended.err
+    return json.loads(ended.out)
 
 
 @pytest.mark.parametrize(("script", "nproc"), [("hsdp", 4), ("int_reshard", 4), ("adapters", 2)])
-def test_the_rows_are_those_of_the_trace(recorded, script, nproc):
+def test_the_rows_are_those_of_the_trace(recorded, capfd, script, nproc):
     """``estimate comm --from-run`` and ``analyze trace`` of one run, key by key."""
     run = recorded(script, nproc).run
-    estimate = command_output("estimate", "comm", "--from-run", run)
+    estimate = command_output(capfd, "estimate", "comm", "--from-run", run)
     predicted_rows = {
         tuple(row[key] for key in KEYS): [row[key] for key in SUMS] for row in estimate["groups"]
     }
-    analysis = command_output("analyze", "trace", run)
+    analysis = command_output(capfd, "analyze", "trace", run)
     steps = [step["step"] for step in analysis["ranks"][0]["steps"]]
     assert len(steps) == 3
     for step in steps:
@@ -598,7 +598,8 @@ def test_the_rows_are_those_of_the_trace(recorded, script, nproc):
         assert measured == predicted_rows
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
 def test_expert_parallelism_of_real_ranks(tmp_path, tp, monkeypatch):
     """A mixture written apart, with real routing and split sizes, under torchrun: to the byte."""
     if expert_mesh_refusal():

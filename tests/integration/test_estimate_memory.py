@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
 import pytest
+from support.cli import call
 from support.present import manifest_of
 
 from fsdp2prof.analyzers.memory.analysis import analyze_memory
@@ -25,8 +24,6 @@ from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.tables.allocations import GIVEN, AllocationTable, MemoryRecording
 from fsdp2prof.tables.columns import BoolArray
-
-from .conftest import REPOSITORY
 
 EXACT = (
     "sharded_parameter",
@@ -152,15 +149,12 @@ def most_on_device(recording, manifest):
 
 
 @pytest.mark.parametrize("name", [pytest.param("hsdp", marks=pytest.mark.slow), "accumulation"])
-def test_the_command_reads_mesh_and_policy_from_the_run(recorded, name):
+def test_the_command_reads_mesh_and_policy_from_the_run(recorded, capfd, name):
     run = recorded(name, VARIANTS[name]).run
-    command = [sys.executable, "-m", "fsdp2prof", "estimate", "memory", "--from-run", str(run)]
-    command += ["--model", f"support.recorded_models:{name}", "--no-clip-grad", "--format", "json"]
-    done = subprocess.run(
-        command, cwd=REPOSITORY / "tests", capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    estimate = json.loads(done.stdout)
+    model = ["--model", f"support.recorded_models:{name}", "--no-clip-grad"]
+    ended = call(capfd, "estimate", "memory", "--from-run", run, *model, "--format", "json")
+    assert ended.code == 0, ended.err
+    estimate = json.loads(ended.out)
     rank = open_run(run).ranks[0]
     (recording,) = read_memory(rank.path / "memory.npz")
     theirs = analyze_memory([(0, recording, rank.manifest)]).ranks[0].peak.categories

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
+from functools import cache
 
+import msgspec
 import pytest
 from support.recordings import RECORDED, STEPS
 
+from fsdp2prof import analyze_trace
 
-def analyze_trace(run):
-    command = [sys.executable, "-m", "fsdp2prof", "analyze", "trace", str(run), "--format", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+
+@cache
+def analyzed(run):
+    """What ``analyze trace --format json`` prints of a run."""
+    return json.loads(msgspec.json.encode(analyze_trace(run)))
 
 
 @pytest.mark.parametrize(("script", "nproc"), RECORDED)
 def test_collectives_of_every_layer_and_step(recorded, script, nproc):
     recording = recorded(script, nproc)
-    analysis = analyze_trace(recording.run)
+    analysis = analyzed(recording.run)
     assert [rank["rank"] for rank in analysis["ranks"]] == list(range(nproc))
     for rank, counted in enumerate(recording.counts):
         expected: Counter[tuple[object, ...]] = Counter()
@@ -54,7 +55,7 @@ def test_collectives_of_every_layer_and_step(recorded, script, nproc):
 
 @pytest.mark.parametrize(("script", "nproc"), RECORDED)
 def test_every_nanosecond_is_accounted_for(recorded, script, nproc):
-    analysis = analyze_trace(recorded(script, nproc).run)
+    analysis = analyzed(recorded(script, nproc).run)
     exposed_keys = [f"exposed_{op}" for op in ("all_gather", "reduce_scatter", "all_reduce", "other_comm")]
     for rank in analysis["ranks"]:
         for step in rank["steps"]:

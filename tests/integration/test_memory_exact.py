@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -27,13 +25,13 @@ from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.results.memory import RankMemory
 from fsdp2prof.tables.allocations import MemoryRecording
 
-from .conftest import HERE, script_path, torchrun, training_environment
+from .conftest import Recorded
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 RUNS = [
     ("train_tiny_fsdp2", 2),
     ("hsdp", 4),
-    pytest.param("uneven", 4, marks=pytest.mark.slow),
+    ("uneven", 2),
     ("accumulation", 2),
     pytest.param("checkpointing", 2, marks=pytest.mark.slow),
     pytest.param("never_reshard", 2, marks=pytest.mark.slow),
@@ -68,47 +66,15 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None or sys.platform != "linux":
-        pytest.skip("the allocator's second account needs Linux and a C compiler")
-    library = tmp_path_factory.mktemp("shim") / "shim.so"
-    source = HERE / "allocator" / "shim.c"
-    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    return library
+def runs(recorded: Callable[[str, int], Recorded]) -> Callable[[str, int], Run]:
+    @cache
+    def run(name: str, nproc: int) -> Run:
+        recording = recorded(name, nproc)
+        if not any(recording.allocator_log.iterdir()):
+            pytest.skip("the allocator's second account needs Linux and a C compiler")
+        return Run(recording.run, recording.allocator_log)
 
-
-@pytest.fixture(scope="module")
-def runs(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Run]:
-    folder, known = tmp_path_factory.mktemp("memory"), {}
-
-    def record(name: str, nproc: int) -> Run:
-        if name not in known:
-            training = torchrun(script_path(name), nproc, "--steps", "5")
-            log = folder / f"{name}-log"
-            log.mkdir()
-            options = ["--wait", "1", "--warmup", "0", "--active", "1"]
-            command = [
-                sys.executable,
-                "-m",
-                "fsdp2prof",
-                "record",
-                "-q",
-                *options,
-                "-o",
-                str(folder / name),
-                "--",
-            ]
-            command += training
-            environment = training_environment(LD_PRELOAD=str(shim), ALLOCATOR_LOG=str(log))
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=200, check=False
-            )
-            assert done.returncode == 0, done.stderr[-4000:]
-            known[name] = Run(folder / name, log)
-        return known[name]
-
-    return record
+    return run
 
 
 @pytest.mark.parametrize(("name", "nproc"), RUNS)

@@ -12,6 +12,8 @@ from fsdp2prof.analyzers.memory.prepared import prepare
 from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.readers.run.directory import open_run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run(recorded):

@@ -16,7 +16,7 @@ from fsdp2prof.run_directory import RunDirectory
 from fsdp2prof.workflows.analyze import analyze_run
 from fsdp2prof.workflows.job.job_files import open_job
 
-from .conftest import script_path, training_environment
+from .conftest import free_port, script_path, training_environment
 
 RECORD = [sys.executable, "-m", "fsdp2prof", "record", *SHORT]
 NODES = (0, 1)
@@ -24,9 +24,7 @@ NODES = (0, 1)
 
 def record_nodes(run: Path, *script: str | Path) -> list[tuple[int, str]]:
     """Record two nodes of one rank each on this host; returns exit code and stderr of both."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     recorders = []
     for node in NODES:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
@@ -40,7 +38,7 @@ def record_nodes(run: Path, *script: str | Path) -> list[tuple[int, str]]:
             )
         )
     try:
-        errors = [recorder.communicate(timeout=180)[1] for recorder in recorders]
+        errors = [recorder.communicate(timeout=240)[1] for recorder in recorders]
     finally:
         for recorder in recorders:
             recorder.kill()
@@ -92,6 +90,7 @@ def test_a_node_that_was_recorded_is_not_recorded_again(opened: RunDirectory) ->
     assert refused.stderr.startswith(f"error: {opened.path}: has a node 1 already; choose another")
 
 
+@pytest.mark.slow
 def test_a_silent_node_speaks_of_its_own_ranks_only(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (zero, told_by_0), (one, told_by_1) = record_nodes(

@@ -206,19 +206,20 @@ def test_one_that_writes_no_trace(compare):
     )
 
 
-def test_a_real_run_of_two_ranks(tmp_path):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_real_run(tmp_path, ranks):
     def run(*prefix, folder):
         folder.mkdir()
-        command = [*prefix, *torchrun(script_path("own_profiler"), 2, str(folder))]
+        command = [*prefix, *torchrun(script_path("own_profiler"), ranks, str(folder))]
         return subprocess.run(
-            command, env=training_environment(), capture_output=True, text=True, timeout=120, check=False
+            command, env=training_environment(), capture_output=True, text=True, timeout=240, check=False
         )
 
     alone = run(folder=tmp_path / "alone")
     record = [sys.executable, "-m", "fsdp2prof", "record", *SHORT, "-o", str(tmp_path / "run"), "--"]
     recorded = run(*record, folder=tmp_path / "recorded")
     assert alone.returncode == recorded.returncode == 0, recorded.stderr
-    for rank in range(2):
+    for rank in range(ranks):
         notes = [
             json.loads((tmp_path / name / f"notes-{rank}.json").read_text()) for name in ("alone", "recorded")
         ]

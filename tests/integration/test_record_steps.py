@@ -271,7 +271,7 @@ def test_where_the_host_of_a_traced_step_was(start, sessions, monkeypatch):
     callbacks = list(gc.callbacks)
     for _ in range(3):
         loss(model).backward()
-        time.sleep(0.1)
+        time.sleep(0.3)
         cycles: list[list[object]] = [[] for _ in range(100_000)]
         for one in cycles:
             one.append(one)

@@ -148,6 +148,7 @@ def test_as_many_steps_are_traced_as_fit_on_every_rank(tmp_path, record):
     assert b"rank 0: 2 of 3 steps traced: --max-trace-size" in log
 
 
+@pytest.mark.slow
 def test_a_limit_below_one_step_traces_none(tmp_path, record):
     manifests, _, log = record(tmp_path, 2, "--ranks", "0", "--active", "3", "--max-trace-size", "1KB")
     assert manifests[0].traced_steps == []

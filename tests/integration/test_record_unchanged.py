@@ -54,7 +54,9 @@ def test_parameters_are_the_same_bit_for_bit(compare):
     assert balance.lost_ns == pytest.approx(balance.constant_ns + balance.varying_ns)
 
 
-@pytest.mark.parametrize("how", [(), ("--alone",)], ids=["waiting", "alone"])
+@pytest.mark.parametrize(
+    "how", [pytest.param((), id="waiting", marks=pytest.mark.slow), pytest.param(("--alone",), id="alone")]
+)
 def test_every_rank_is_in_every_recording(compare, how):
     """One follows the other without a step between, and the rank that leads is the last to begin each."""
     options = "--every 4 --wait 0 --warmup 1 --active 2 --memory-steps 1"

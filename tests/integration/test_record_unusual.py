@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ from fsdp2prof.workflows.estimate import describe, estimate_communication
 from fsdp2prof.workflows.inspect import inspect_run_sharding
 
 from .alone_and_recorded import RECORD, compare, ended, one_rank, processes_that_mention
-from .conftest import SCRIPTS, script_path, torchrun, training_environment
+from .conftest import SCRIPTS, free_port, script_path, torchrun, training_environment
 
 pytestmark = pytest.mark.slow
 
@@ -188,11 +187,8 @@ def test_of_two_jobs_at_once(tmp_path: Path) -> None:
 
 def test_of_two_nodes_under_one_recording(tmp_path: Path) -> None:
     """A command that starts both of its launchers itself: all ranks are in one run."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     node = f"{sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-backend static"
-    node += f" --rdzv-endpoint 127.0.0.1:{port} --node-rank"
+    node += f" --rdzv-endpoint 127.0.0.1:{free_port()} --node-rank"
     command = ["sh", "-c", f"{node} 1 {UNUSUAL} & {node} 0 {UNUSUAL}; code=$?; wait; exit $code"]
     run = compare(tmp_path, command, state={"complete"}, env=training_environment())
     assert [rank.rank for rank in open_run(run).ranks] == [0, 1]

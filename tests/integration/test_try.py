@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
@@ -21,16 +22,24 @@ def run(command):
     )
 
 
+@cache
+def run_alone(ranks, *script):
+    return run(torchrun(script_path("trying"), ranks, *script))
+
+
 @pytest.fixture
 def tried(tmp_path):
-    """Runs a script alone and under ``try``; asserts that nothing changed; returns the result as JSON."""
+    """Runs a script alone and under ``try``; asserts that nothing changed; returns the result as JSON.
 
-    def alone_and_tried(*options, ranks=2, script=(), settings):
-        command = torchrun(script_path("trying"), ranks, *script)
+    ``failing`` are words for the script that break the trial.
+    """
+
+    def alone_and_tried(*options, ranks=2, script=(), failing=(), settings):
+        command = torchrun(script_path("trying"), ranks, *script, *failing)
         fsdp2prof = [sys.executable, "-m", "fsdp2prof"]
         given = [word for text in settings for word in ("--set", text)]
         trying = run([*fsdp2prof, "try", *given, *options, "-o", str(tmp_path / "run"), "--", *command])
-        alone = run(command)
+        alone = run_alone(ranks, *script)
         assert (alone.returncode, trying.returncode) == (0, 0), trying.stderr
         assert sorted(trying.stdout.splitlines()) == sorted(alone.stdout.splitlines())
         shown = run([*fsdp2prof, "analyze", "try", str(tmp_path / "run"), "--format", "json"])
@@ -120,8 +129,9 @@ def test_a_setting_that_the_script_changes_stays_the_scripts(tried):
 
 @pytest.mark.parametrize("method", ["_assign", pytest.param("_save", marks=pytest.mark.slow)])
 def test_a_failure_on_one_rank_restores_and_goes_on(tried, tmp_path, method):
-    script = ("--steps", "40", "--fail-on-rank", "1", "--fail-in", method, "--fail-at", "3")
-    result = tried("--steps", "64", settings=["reshard=never"], script=script)
+    failing = ("--fail-on-rank", "1", "--fail-in", method, "--fail-at", "3")
+    settings = ["reshard=never"]
+    result = tried("--steps", "64", settings=settings, script=("--steps", "60"), failing=failing)
     assert result["restored"]
     ends = {
         file.parent.name: json.loads(file.read_text())["ended"]

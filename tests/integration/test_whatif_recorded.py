@@ -17,7 +17,10 @@ REPLAYED = 0.02
 """How far off its own step time a replay may be."""
 
 
-@pytest.mark.parametrize("script", ["train_tiny_fsdp2", "async_prefetch", "accumulation"])
+@pytest.mark.parametrize(
+    "script",
+    ["train_tiny_fsdp2", pytest.param("async_prefetch", marks=pytest.mark.slow), "accumulation"],
+)
 def test_a_recorded_run_replayed_unchanged_takes_as_long(
     recorded: Callable[[str, int], Any], script: str
 ) -> None:

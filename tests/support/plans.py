@@ -1,4 +1,4 @@
-"""A small plan, made once a process by the engine itself."""
+"""A small plan, made by the engine itself."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.planner.plan import Planning
 from fsdp2prof.estimators.planner.request import Call, PlanRequest, in_this_process
 from fsdp2prof.results.plan import Plan
+from support.shared import shared
 
 __all__ = ["ENGINE", "NODE", "SMALL", "small_plan", "small_planning"]
 
@@ -27,21 +28,17 @@ SMALL = PlanRequest(
 )
 
 
-class Remembering:
-    """An engine that runs every call once."""
-
-    def __init__(self) -> None:
-        self.known: dict[str, Any] = {}
-
-    def __call__(self, calls: Sequence[Call]) -> list[Any]:
-        for one in calls:
-            key = f"{one[0].__name__} {one[1]!r}"
-            if key not in self.known:
-                self.known[key] = in_this_process([one])[0]
-        return [self.known[f"{function.__name__} {item!r}"] for function, item in calls]
+def _run_once(call: Call) -> Any:
+    function, item = call
+    return shared(f"{function.__name__} {item!r}", lambda: in_this_process([call])[0])
 
 
-ENGINE = Remembering()
+def _run_all_once(calls: Sequence[Call]) -> list[Any]:
+    return [_run_once(one) for one in calls]
+
+
+ENGINE = _run_all_once
+"""An engine that runs every call once."""
 
 
 @lru_cache(maxsize=1)

@@ -18,6 +18,8 @@ from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.units import parse_bytes
 from fsdp2prof.worker_processes import Task, map_in_processes, usable_cores
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 
 @pytest.fixture(params=["fork", "interpreter"], autouse=True)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -114,7 +116,7 @@ def test_a_fork_is_made_beside_what_is_repeated(monkeypatch: pytest.MonkeyPatch)
         pytest.skip("this process may not fork")
     called = threading.Event()
     with processes.repeated(called.set, 0.001):
-        assert called.wait(10)
+        assert called.wait(60)
         assert processes._may_fork()
         assert [Task(abs, -number).result() for number in range(20)] == [*range(20)]
     assert threading.active_count() == 1

@@ -59,4 +59,4 @@ def test_orphans_are_found_and_ended():
     assert end_orphans([manifest], "of another run") == []
     assert sleeper.poll() is None
     assert end_orphans([manifest], settings) == [3]
-    assert sleeper.wait(10) == -15
+    assert sleeper.wait(60) == -15

@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,11 +23,14 @@ def end(how: str, ready: Path | None) -> None:
         sys.exit(7)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hang":
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+        if ready is not None:
+            threading.Timer(1, ready.touch).start()
+        store.get("never")  # in C++: no Python signal handler runs
     if ready is not None:
         ready.touch()
-    if how == "hang":
-        dist.TCPStore("127.0.0.1", 0, is_master=True).get("never")  # in C++: no Python signal handler runs
-    time.sleep(120)
+    time.sleep(240)
 
 
 def main() -> None:
