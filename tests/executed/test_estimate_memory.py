@@ -44,6 +44,7 @@ FEW = [("AC full", 512), ("AC by operator", 64), ("reshard to 4 ranks", 8), ("cl
 
 @pytest.mark.skipif(not MEASURED_ON_A_GPU, reason="measured with torch 2.11")
 @pytest.mark.parametrize("row", [row for row in MEASURED if (row["name"], row["world_size"]) in FEW])
+@pytest.mark.sampled(2)
 def test_peaks_of_a_gpu_are_met_to_the_byte(row: dict[str, Any]) -> None:
     spec = ModelSpec(source=row["model"], layers=row["layers"])
     mesh, policy = MeshSpec(dp_shard=row["world_size"]), PolicySpec.from_mapping(row["policy"])
@@ -59,6 +60,7 @@ QUICK = ["mixtral-8x7b", "qwen3-30b-a3b", "llama3.2-1b"]
 
 @pytest.mark.skipif(not MEASURED_ON_A_GPU, reason="measured with torch 2.11")
 @pytest.mark.parametrize("row", [row for row in OTHER if row["model"] in QUICK], ids=lambda row: row["model"])
+@pytest.mark.sampled(1)
 def test_peaks_of_models_that_no_constant_was_taken_from_are_met(row: dict[str, Any]) -> None:
     spec = ModelSpec(source=row["model"], layers=row["layers"])
     mesh, policy = MeshSpec(dp_shard=row["world_size"]), PolicySpec.from_mapping(row["policy"])
@@ -69,6 +71,7 @@ def test_peaks_of_models_that_no_constant_was_taken_from_are_met(row: dict[str, 
 
 @pytest.mark.skipif(not MEASURED_ON_A_GPU, reason="measured with torch 2.11")
 @pytest.mark.parametrize("row", STEPS["torchtitan"]["rows"][3:6:2], ids=lambda row: row["policy"].get("ac"))
+@pytest.mark.sampled(1)
 def test_peaks_of_torchtitans_own_experts_are_met(row: dict[str, Any]) -> None:
     """Routing is even in the estimate; in a training some experts get more tokens than others."""
     spec = ModelSpec(source=row["model"], layers=row["layers"])

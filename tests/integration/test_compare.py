@@ -83,6 +83,7 @@ def test_traces_and_recordings_of_two_ranks(run: Path, capfd: pytest.CaptureFixt
     call(capfd, "compare", ranks[0] / "trace.json.gz", ranks[1] / "memory.npz").refused("nothing to compare")
 
 
+@pytest.mark.slow
 def test_the_gate_of_the_examples(run: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = training_environment(

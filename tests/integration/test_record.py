@@ -268,6 +268,7 @@ def test_sigterm_under_torchrun_saves_all_ranks_and_leaves_no_process(tmp_path):
     assert processes_of(run) == []
 
 
+@pytest.mark.slow
 def test_a_short_run_of_chosen_ranks_is_partial(tmp_path):
     run = tmp_path / "run"
     command = [*TORCHRUN, "--nproc-per-node", 2, SCRIPTS / "never_reshard.py", "--steps", 3]
