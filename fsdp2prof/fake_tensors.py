@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
@@ -351,7 +352,8 @@ def _as_fused_attention(host: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         flash = torch._C._get_flash_sdp_enabled()
         others = torch._C._get_mem_efficient_sdp_enabled() or torch._C._get_cudnn_sdp_enabled()
-        if isinstance(query, FakeTensor) and (flash or others):
+        # A functional tensor is one that a compiler traces.
+        if isinstance(query, FakeTensor | FunctionalTensor) and (flash or others):
             dropout_p = 0.0
             same_heads = query.ndim == 4 and query.shape[1] == key.shape[1] == value.shape[1]
             trained = attn_mask is not None and attn_mask.requires_grad

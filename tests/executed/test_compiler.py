@@ -101,6 +101,25 @@ def test_what_a_forward_allocates_by_hand() -> None:
     assert allocations.op.take(made).to_list() == ["aten::empty_strided", "aten::mm", "aten::mm"]
 
 
+class Latent(nn.Module):
+    """Attention whose values are narrower than its keys, as in DeepSeek-V3."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` attends to itself."""
+        return F.scaled_dot_product_attention(2.0 * x, 3.0 * x, 4.0 * x[..., : DIM // 2], is_causal=True)
+
+
+def test_compiled_attention_keeps_no_scores_of_narrow_values() -> None:
+    with fake_tensors():
+        root = nn.Sequential(Latent())
+        compile_blocks(root, {"0": "none"}, {}, torch_rules())
+        x = torch.empty(1, 2, 1024, DIM, requires_grad=True)
+        with saved_sizes([x]) as sizes:
+            root(x)
+    assert sizes
+    assert max(sizes) < 1024 * 1024 * ELEMENT  # the scores of one head
+
+
 def test_backward_leaves_gradients_alone() -> None:
     allocations = history("none")[0].allocations
     left = (allocations.alloc_order > -1) & (allocations.free_order == NEVER) & (allocations.size > ELEMENT)
