@@ -14,6 +14,7 @@ from statistics import median
 
 import numpy as np
 
+from fsdp2prof.by_key import grouped
 from fsdp2prof.errors import InputError
 from fsdp2prof.measured import CollectiveTimes, Measured, RateTimes
 from fsdp2prof.results.bench import BenchCollective, BenchFit, BenchRate, BenchResult, MeasuredPart
@@ -26,9 +27,7 @@ _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 def bench_result(measured: Measured, *, quick: bool = False) -> BenchResult:
     """Evaluate measurements. Raises ``InputError`` if there is no rate to describe a device."""
-    groups: dict[tuple[str, str, int], list[CollectiveTimes]] = defaultdict(list)
-    for one in measured.collectives:
-        groups[one.op, one.mesh_dim, one.ranks].append(one)
+    groups = grouped(((one.op, one.mesh_dim, one.ranks), one) for one in measured.collectives)
     fits = [_fit(key, rows) for key, rows in groups.items()]
     by_group = {(fit.op, fit.mesh_dim): fit for fit in fits}
     rates = [_rate(one) for one in measured.rates]

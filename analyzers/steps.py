@@ -10,7 +10,7 @@ where they can be, unknown where a part of them is.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, quantiles
@@ -20,6 +20,7 @@ import numpy as np
 
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.launches import DeviceTable
+from fsdp2prof.by_key import grouped
 from fsdp2prof.labels import parse_label
 from fsdp2prof.manifest import StepInfo
 from fsdp2prof.results.communication import GroupRow
@@ -165,10 +166,7 @@ def kinds_of_steps(groups: Iterable[GroupRow], ranks: Iterable[RankTrace]) -> St
 
 
 def _alike(steps: Mapping[int, _Kind]) -> dict[_Kind, list[int]]:
-    kinds: dict[_Kind, list[int]] = defaultdict(list)
-    for step, kind in sorted(steps.items()):
-        kinds[kind].append(step)
-    return dict(kinds)
+    return dict(grouped((kind, step) for step, kind in sorted(steps.items())))
 
 
 def _host_activity(trace: Trace) -> tuple[IntArray, IntArray]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from fsdp2prof.analyzers.layers import FOLD_FROM, families, family_name, in_phase, named_layer
+from fsdp2prof.by_key import grouped
 from fsdp2prof.results.estimate import (
     CommEstimate,
     CommRow,
@@ -59,9 +60,7 @@ def summarise(
 
 def totals(rows: Iterable[CommRow]) -> dict[str, CommTotals]:
     """Sum rows by op."""
-    alike: dict[str, list[CommRow]] = defaultdict(list)
-    for row in rows:
-        alike[row.op].append(row)
+    alike = grouped((row.op, row) for row in rows)
     wire = sum(row.wire_bytes for same in alike.values() for row in same)
     return {
         op: CommTotals(
@@ -76,9 +75,7 @@ def totals(rows: Iterable[CommRow]) -> dict[str, CommTotals]:
 
 def fold_layers(rows: Sequence[CommRow]) -> list[CommRow]:
     """Fold layers of one model whose names differ in one number and that send the same; (no layer) last."""
-    layers: dict[tuple[int, str | None], list[CommRow]] = defaultdict(list)
-    for row in rows:
-        layers[row.root, row.fqn].append(row)
+    layers = grouped(((row.root, row.fqn), row) for row in rows)
     keys = list(layers)
     alike = families([(fqn, (root, *map(_what, layers[root, fqn]))) for root, fqn in keys])
     groups = [part for same in alike for part in ([same] if len(same) >= FOLD_FROM else [[i] for i in same])]

@@ -28,6 +28,7 @@ from fsdp2prof.analyzers.hang.groups import (
 )
 from fsdp2prof.analyzers.hang.wording import hang_findings, verdict
 from fsdp2prof.analyzers.recorded_groups import Due, Key, Layer, has_several_roots, step_cycles
+from fsdp2prof.by_key import grouped
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.hang import HangAnalysis, HangCall, HangMismatch, HangRank, HangStack, HangStanding
 from fsdp2prof.tables.flight_recorder import SOME_OP, FlightDump, Issued, RankStacks
@@ -54,10 +55,11 @@ def first_mismatch(group: GroupCalls) -> Mismatch | None:
     if (diverged := _diverged(group)) is not None:
         return diverged
     for seq in sorted({seq for calls in group.calls.values() for seq in calls}):
-        alike: dict[Signature, list[int]] = defaultdict(list)
-        for rank, calls in group.calls.items():
-            if seq in calls and calls[seq][0].op != SOME_OP:
-                alike[signature(calls[seq])].append(rank)
+        alike = grouped(
+            (signature(calls[seq]), rank)
+            for rank, calls in group.calls.items()
+            if seq in calls and calls[seq][0].op != SOME_OP
+        )
         if len(alike) > 1:
             usual = max(alike.values(), key=lambda ranks: (len(ranks), -min(ranks)))
             odd = min((ranks for ranks in alike.values() if ranks is not usual), key=min)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fsdp2prof.by_key import grouped
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.hang import HangFrame, HangPlace, HangStack
 from fsdp2prof.tables.flight_recorder import FlightDump, Issued, RankStacks, StackFrame
@@ -113,11 +114,7 @@ def _members(
 
 
 def _by_seq(dump: FlightDump, group: str) -> dict[int, list[Issued]]:
-    calls: dict[int, list[Issued]] = defaultdict(list)
-    for one in dump.issued:
-        if one.group == group and not one.p2p:
-            calls[one.seq].append(one)
-    return dict(calls)
+    return dict(grouped((one.seq, one) for one in dump.issued if one.group == group and not one.p2p))
 
 
 _STANDARD = re.compile(r"/lib(?:64)?/python3[.\d]*t?/|/python\d{2,3}\.zip/|^<frozen ")
@@ -175,9 +172,7 @@ def stack_of(stacks: RankStacks) -> HangStack | None:
 
 def by_place(stacks: Mapping[int, HangStack], culprits: Sequence[int]) -> list[HangPlace]:
     """Put ranks together whose main threads stand alike, those of the culprits first."""
-    found: dict[tuple[HangFrame, str | None], list[int]] = {}
-    for rank, stack in sorted(stacks.items()):
-        found.setdefault((stack.own, stack.doing), []).append(rank)
+    found = grouped(((stack.own, stack.doing), rank) for rank, stack in sorted(stacks.items()))
     places = [
         HangPlace(
             ranks=ranks,

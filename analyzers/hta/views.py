@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import median
@@ -15,6 +14,7 @@ from fsdp2prof import backends
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.hta.frames import RANK, calling_hta, choose_step, event_rows, hta_trace, need_device
 from fsdp2prof.backends import kernel_name
+from fsdp2prof.by_key import grouped
 from fsdp2prof.results.hta import (
     BoundByNs,
     CriticalPath,
@@ -254,9 +254,7 @@ def _work_names(trace: Trace) -> dict[int, str]:
 
 
 def _by_name(rows: Sequence[Launch]) -> list[LaunchedWork]:
-    alike: dict[str, list[Launch]] = defaultdict(list)
-    for row in rows:
-        alike[row.name].append(row)
+    alike = grouped((row.name, row) for row in rows)
     works = [
         LaunchedWork(
             name=name,

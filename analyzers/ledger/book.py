@@ -15,6 +15,7 @@ from fsdp2prof.analyzers.layers import fold_names, named_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, severity_of, worth_telling
 from fsdp2prof.analyzers.steps import differs_traced, mean, typical_ns, window_count
+from fsdp2prof.by_key import summed
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest
 from fsdp2prof.results.communication import GroupRow
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Place, Severity
@@ -213,9 +214,7 @@ class Book:
 
     def is_seen_once(self, charges: Iterable[Charge]) -> bool:
         """Whether one step of several has nearly all of some charges: they may come once in hundreds."""
-        steps = Counter[int]()
-        for one in charges:
-            steps[one.step] += one.ns
+        steps = summed((one.step, one.ns) for one in charges)
         return len(self.traced) > 1 and max(steps.values(), default=0) > _NEARLY_IN_ONE * steps.total()
 
     def usual_frac(self, charges: Iterable[Charge]) -> float:
@@ -228,10 +227,7 @@ class Book:
     @staticmethod
     def main_site(charges: Iterable[Charge]) -> str | None:
         """Return the Python line with most of some charges."""
-        sites: Counter[str] = Counter()
-        for one in charges:
-            if one.site:
-                sites[one.site] += one.ns
+        sites = summed((one.site, one.ns) for one in charges if one.site)
         return sites.most_common(1)[0][0] if sites else None
 
     def hideable_ns(self, charges: Iterable[Charge]) -> int:
@@ -431,9 +427,10 @@ class Book:
     @property
     def collective_ns(self) -> Counter[str]:
         """Time of collectives by the title of the entry that holds it."""
-        sums = Counter[str]()
-        for entry, charges in zip(self.entries, self._charged, strict=True):
-            sums[entry.title] += sum(charge.ns for charge in charges if charge.op in OPS)
+        sums = summed(
+            (entry.title, sum(charge.ns for charge in charges if charge.op in OPS))
+            for entry, charges in zip(self.entries, self._charged, strict=True)
+        )
         return sums
 
     def how_many(self, charges: Sequence[Charge]) -> str:
@@ -504,9 +501,7 @@ def _costliest(charges: Sequence[Charge]) -> Place | None:
 
 def by_layer(charges: Iterable[Charge]) -> list[tuple[str | None, int]]:
     """Sum charges by layer, the costliest first."""
-    sums: dict[str | None, int] = defaultdict(int)
-    for charge in charges:
-        sums[charge.fqn] += charge.ns
+    sums = summed((charge.fqn, charge.ns) for charge in charges)
     return sorted(sums.items(), key=lambda item: -item[1])
 
 

@@ -14,6 +14,7 @@ from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.rank_rules import main_cause, own_excess
 from fsdp2prof.analyzers.ledger.unit_rules import enter_setup, is_kind
 from fsdp2prof.analyzers.ranks.stragglers import SLOW_LINKS
+from fsdp2prof.by_key import summed
 from fsdp2prof.results.communication import GroupRow
 from fsdp2prof.vocabulary import op_label
 
@@ -35,10 +36,11 @@ def enter_fsdp(book: Book) -> None:
 
 def _behind_syncs(book: Book) -> None:
     """Charge collectives that were launched late to the calls that had stopped the host in their phase."""
-    blocked: Counter[str] = Counter()
-    for row in book.analysis.host_syncs:
-        if row.phase in ("forward", "backward"):
-            blocked[row.phase] += row.blocked_ns
+    blocked = summed(
+        (row.phase, row.blocked_ns)
+        for row in book.analysis.host_syncs
+        if row.phase in ("forward", "backward")
+    )
     for phase, ns in blocked.items():
         mine = book.take("communication", partial(_launched_late, phase))
         behind = sum(one.ns for one in mine) <= ns

@@ -16,6 +16,7 @@ from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
 from fsdp2prof.analyzers.sites import SITE
 from fsdp2prof.analyzers.steps import added_ns, are_unlike
 from fsdp2prof.backends import blocks_its_host
+from fsdp2prof.by_key import grouped, summed
 from fsdp2prof.manifest import OptimizerInfo
 from fsdp2prof.results.finding import EvidenceValue
 from fsdp2prof.units import plural
@@ -76,9 +77,7 @@ def _added(book: Book, added: int) -> list[Charge]:
 
 def _beyond(book: Book, median_ns: float) -> list[Charge]:
     """Take, step by step, the time the host launches too slowly that an unrecorded step has no room for."""
-    idle = Counter[tuple[int, int]]()
-    for one in book.left("host"):
-        idle[one.rank, one.step] += one.ns
+    idle = summed(((one.rank, one.step), one.ns) for one in book.left("host"))
     longer = {
         (rank.rank, step.step): max(0, int(step.duration_ns - median_ns))
         for rank in book.analysis.ranks
@@ -233,18 +232,14 @@ def _pauses(book: Book) -> None:
     if not own:
         book.put_back(replace(one, cause="host") for one in mine)
         return
-    places: dict[tuple[str | None, str | None, str], list[Charge]] = defaultdict(list)
-    for one in own:
-        places[pausing_at(one)].append(one)
+    places = grouped((pausing_at(one), one) for one in own)
     most = max(places.values(), key=lambda those: sum(one.ns for one in those))
     site, phase = book.main_site(most), most[0].phase
     layers = {one.fqn for one in most}
     fqn = layers.pop() if len(layers) == 1 else None
     count = sum(one.count for one in mine) / book.rank_steps
     where = _where(fqn, phase)
-    ranks: Counter[int] = Counter()
-    for one in own:
-        ranks[one.rank] += one.ns
+    ranks = summed((one.rank, one.ns) for one in own)
     rank, longest = ranks.most_common(1)[0]
     alone = len(book.analysis.ranks) > 1 and longest >= _NEARLY_ALL * ranks.total()
     waited = len(own) < len(mine)

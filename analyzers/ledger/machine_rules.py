@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.sites import site_name, without_call
-from fsdp2prof.manifest import MachineInfo, RankManifest
+from fsdp2prof.by_key import grouped
+from fsdp2prof.manifest import RankManifest
 from fsdp2prof.units import format_frac, plural
 
 if TYPE_CHECKING:
@@ -76,9 +77,7 @@ def _pressure(manifest: RankManifest) -> float:
 def processor_use(manifests: Sequence[RankManifest]) -> ProcessorUse | None:
     """Return how much the ranks waited for processors and how much of these others used; None unknown."""
     waits = [part for one in manifests if (part := starved_frac(one)) is not None]
-    hosts: dict[str, list[RankManifest]] = defaultdict(list)
-    for one in manifests:
-        hosts[one.host].append(one)
+    hosts = grouped((one.host, one) for one in manifests)
     others = [part for ranks in hosts.values() if (part := _others_frac(ranks)) is not None]
     if not waits and not others:
         return None
@@ -106,10 +105,11 @@ def _others_frac(ranks: Sequence[RankManifest]) -> float | None:
 
 def oversubscribed(manifests: Sequence[RankManifest]) -> tuple[str, str]:
     """Return which ranks have more threads than processors and the remedy; otherwise empty texts."""
-    hosts: dict[str, list[MachineInfo]] = defaultdict(list)
-    for one in manifests:
-        if one.machine is not None and one.machine.torch_threads and one.machine.usable_cores:
-            hosts[one.host].append(one.machine)
+    hosts = grouped(
+        (one.host, one.machine)
+        for one in manifests
+        if one.machine is not None and one.machine.torch_threads and one.machine.usable_cores
+    )
     for machines in hosts.values():
         threads = sum(one.torch_threads for one in machines)
         cores = max(one.usable_cores for one in machines)

@@ -10,6 +10,7 @@ from fsdp2prof.analyzers import findings
 from fsdp2prof.analyzers.layers import named_layer, numbered
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.steps import kinds_of_steps
+from fsdp2prof.by_key import summed
 from fsdp2prof.labels import is_root
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo
 from fsdp2prof.results.finding import Finding
@@ -45,9 +46,7 @@ def _hooks(book: Book) -> list[Finding]:
 def _graphs(book: Book) -> list[Finding]:
     """Find forwards that keep a graph for a backward which never comes."""
     kept = [one for _, one in book.booked if one.why == "graph"]
-    ranks = Counter[int]()
-    for one in kept:
-        ranks[one.rank] += one.count
+    ranks = summed((one.rank, one.count) for one in kept)
     count = max(ranks.values(), default=0)
     if not count:
         return []

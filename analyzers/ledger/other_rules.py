@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable
 from math import prod
 
@@ -11,6 +10,7 @@ from fsdp2prof.analyzers.findings import fill, wordings
 from fsdp2prof.analyzers.layers import in_phase
 from fsdp2prof.analyzers.ledger.book import ALL, Book
 from fsdp2prof.analyzers.ledger.charges import Charge
+from fsdp2prof.by_key import summed
 from fsdp2prof.manifest import ProcessGroupInfo
 from fsdp2prof.units import dtype_bytes, plural
 from fsdp2prof.vocabulary import op_label
@@ -224,9 +224,7 @@ def _change(kind: str, site: str | None) -> str:
 def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     cost = sum(one.ns for one in mine)
     count = sum(one.count for one in mine) / book.rank_steps
-    phases: dict[str, int] = defaultdict(int)
-    for one in mine:
-        phases[one.phase] += one.ns
+    phases = summed((one.phase, one.ns) for one in mine)
     order = sorted(phases, key=lambda phase: -phases[phase])
     where = ", ".join(order)
     said = " and ".join(in_phase(phase) for phase in order)

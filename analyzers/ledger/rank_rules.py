@@ -16,6 +16,7 @@ from fsdp2prof.analyzers.ledger.machine_rules import oversubscribed, starved_ran
 from fsdp2prof.analyzers.ranks.stragglers import LATE_FROM_THE_START
 from fsdp2prof.analyzers.ranks.summary import GARBAGE
 from fsdp2prof.analyzers.sites import SITE, without_call
+from fsdp2prof.by_key import summed
 from fsdp2prof.results.communication import LateRank, LateRanks
 from fsdp2prof.results.finding import EvidenceValue
 from fsdp2prof.units import format_frac, format_ns
@@ -152,9 +153,7 @@ def _as_late(book: Book, waits: Sequence[Charge], late: Collection[int]) -> set[
 
 def _own_loss(book: Book, cause: str, rank: int) -> list[Charge]:
     """Take the time that a rank lost to a cause, if the others lost much less to it."""
-    lost: Counter[int] = Counter()
-    for one in book.left(cause):
-        lost[one.rank] += one.ns
+    lost = summed((one.rank, one.ns) for one in book.left(cause))
     others = max((ns for other, ns in lost.items() if other != rank), default=0)
     return book.take(cause, lambda one: one.rank == rank) if lost[rank] > _UNEVEN * others else []
 
@@ -167,9 +166,7 @@ def own_excess(
     others = max(1, len(book.analysis.ranks) - 1)
     found: list[Charge] = []
     for cause in causes:
-        spent: Counter[int] = Counter()
-        for one in book.left(cause):
-            spent[one.rank] += one.ns
+        spent = summed((one.rank, one.ns) for one in book.left(cause))
         more = min(left, spent[rank] - (spent.total() - spent[rank]) // others)
         if more > 0:
             mine = book.take(cause, lambda one: one.rank == rank, part=(more, spent[rank]))
@@ -180,10 +177,7 @@ def own_excess(
 
 def _main_site(charges: Sequence[Charge], kind: str) -> str | None:
     """Return the line that made a rank late most, if most of its lateness of that kind has one."""
-    sums: Counter[str | None] = Counter()
-    for one in charges:
-        if (one.why or "unknown") == kind:
-            sums[one.site] += one.ns
+    sums = summed((one.site, one.ns) for one in charges if (one.why or "unknown") == kind)
     return sums.most_common(1)[0][0] if sums else None
 
 
@@ -209,12 +203,8 @@ def _for_loaders(book: Book) -> None:
 
 def _for_calls(book: Book, cause: str) -> None:
     """Charge waiting for the host of a rank that mostly compiles, or gets memory, meanwhile to that."""
-    spent: Counter[int | None] = Counter()
-    for one in book.left(cause):
-        spent[one.rank] += one.ns
-    waited: Counter[int | None] = Counter()
-    for one in book.left("uneven_ranks"):
-        waited[one.late_rank] += one.ns if one.why == "host" else 0
+    spent = summed((one.rank, one.ns) for one in book.left(cause))
+    waited = summed((one.late_rank, one.ns if one.why == "host" else 0) for one in book.left("uneven_ranks"))
     others = max(1, len(book.analysis.ranks) - 1)
     late = {rank for rank, ns in spent.items() if ns >= _EXPLAINED * waited[rank] / others}
     mine = book.take("uneven_ranks", lambda one: one.why == "host" and one.late_rank in late)
@@ -370,9 +360,7 @@ def _take_turns(book: Book, late: LateRanks | None) -> None:
 
 def _few_steps(book: Book, waits: Sequence[Charge]) -> list[int]:
     """Return the steps with nearly all of some waits, if they are less than half of the steps."""
-    spent: Counter[int] = Counter()
-    for one in waits:
-        spent[one.step] += one.ns
+    spent = summed((one.step, one.ns) for one in waits)
     most: list[int] = []
     for step, _ in spent.most_common():
         most.append(step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import combinations
 
@@ -11,6 +10,7 @@ from fsdp2prof.analyzers.layers import in_phase
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.sites import SITE
+from fsdp2prof.by_key import grouped, summed
 from fsdp2prof.results.ledger import LedgerEntry
 
 _RUNNING = ("compute", "host", "host_pause")
@@ -79,9 +79,7 @@ def _by_place(
     """Enter charges line by line; return those that are too small."""
     mine = [one for cause in _RUNNING for one in book.take(cause, wanted)]
     places = _places(mine)
-    by_place: dict[str | None, list[Charge]] = {}
-    for one in mine:
-        by_place.setdefault(places.get(one.site), []).append(one)
+    by_place = grouped((places.get(one.site), one) for one in mine)
     for place, charges in by_place.items():
         steps = {(one.rank, one.step) for one in charges if one.ns}
         cost = book.frac(sum(one.ns for one in charges))
@@ -92,9 +90,7 @@ def _by_place(
 
 def _places(charges: Sequence[Charge]) -> dict[str | None, str]:
     """Return site -> the costliest of the neighbouring lines of its function."""
-    spent: Counter[str] = Counter()
-    for one in charges:
-        spent[one.site or ""] += one.ns
+    spent = summed((one.site or "", one.ns) for one in charges)
     known = {site: found for site in spent if (found := SITE.fullmatch(site)) is not None}
     ordered = sorted(
         known, key=lambda one: (known[one]["file"], known[one]["function"] or "", int(known[one]["line"]))
@@ -139,9 +135,7 @@ def _enter_outside(book: Book, mine: list[Charge], place: str | None) -> bool:
 
 
 def _enter_loop(book: Book, mine: list[Charge], place: str | None) -> bool:
-    phases: Counter[str] = Counter()
-    for one in mine:
-        phases[one.phase] += one.ns
+    phases = summed((one.phase, one.ns) for one in mine)
     outside = "outside of forward and backward"
     where = [in_phase(phase) if phase != "other" else outside for phase, _ in phases.most_common()]
     at = f"at {place}" if place else f"{' and '.join(where)}"

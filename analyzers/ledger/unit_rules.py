@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from statistics import median
@@ -12,9 +12,9 @@ from fsdp2prof.analyzers.layers import block_of, named_layer
 from fsdp2prof.analyzers.ledger.book import Book, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.recorded_groups import forwards_of_a_backward
+from fsdp2prof.by_key import grouped
 from fsdp2prof.labels import is_root, qualified_fqn
 from fsdp2prof.manifest import ParamGroupInfo
-from fsdp2prof.results.communication import GroupRow
 from fsdp2prof.units import dtype_bytes, format_bytes, plural
 
 _HALF = ("bfloat16", "float16")
@@ -199,7 +199,7 @@ def _gathered_every_micro_batch(book: Book) -> None:
 def _resharded_needlessly(book: Book) -> None:
     """Enter the last layer or the root if it is gathered again as soon as backward begins."""
     again: set[str] = set()
-    for rows in _by_rank_step(book.rows("all_gather")).values():
+    for rows in grouped(((row.rank, row.step), row) for row in book.rows("all_gather")).values():
         forward = [row for row in rows if row.phase == "forward"]
         backward = [row for row in rows if row.phase == "backward"]
         inner = [row for row in backward if row.fqn is not None and not is_root(row.fqn)]
@@ -219,13 +219,6 @@ def _resharded_needlessly(book: Book) -> None:
 
 def _of_layer(wanted: Callable[[Charge], bool], fqn: str, charge: Charge) -> bool:
     return charge.fqn == fqn and wanted(charge)
-
-
-def _by_rank_step(rows: Iterable[GroupRow]) -> dict[tuple[int, int], list[GroupRow]]:
-    grouped: dict[tuple[int, int], list[GroupRow]] = defaultdict(list)
-    for row in rows:
-        grouped[row.rank, row.step].append(row)
-    return grouped
 
 
 def _has_more(book: Book, cost: int) -> bool:

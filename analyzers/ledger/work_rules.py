@@ -16,6 +16,7 @@ from fsdp2prof.analyzers.ledger.host_rules import RUNS_AUTOGRAD, UPDATING
 from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
 from fsdp2prof.analyzers.recorded_groups import repeated_units, untrained_units
 from fsdp2prof.backends import SINGLE_PRECISION, moves_memory
+from fsdp2prof.by_key import summed
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.units import dtype_bytes, format_bytes, plural
 
@@ -124,9 +125,7 @@ def _evaluation(book: Book) -> None:
     forwards = sum(one.count for one in mine if one.op is None)
     windows = {(one.rank, one.step) for one in mine if one.op is None and one.count}
     steps = {step for _, step in windows}
-    lines: Counter[str] = Counter()
-    for one in mine:
-        lines[one.site or ""] += one.count if one.op is None else 0
+    lines = summed((one.site or "", one.count if one.op is None else 0) for one in mine)
     site = max(filter(None, lines), key=lambda line: lines[line], default=None)
     each = forwards / max(1, len(windows))
     often = (

@@ -43,6 +43,7 @@ import numpy as np
 
 from fsdp2prof.analyzers.memory.attribution import Attributed
 from fsdp2prof.backends import blas_workspace_bytes
+from fsdp2prof.by_key import grouped
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.tables.allocations import GIVEN, AllocationTable
@@ -304,9 +305,7 @@ def place_shards(allocations: AllocationTable, attributed: Attributed) -> Alloca
     if copies == _WITH_ADAM:
         categories += ["optimizer_state", "optimizer_state"]
     category, fqn = allocations.category.to_list(), allocations.fqn.to_list()
-    by_size: dict[int, list[int]] = {}
-    for row in rows.tolist():
-        by_size.setdefault(int(allocations.size[row]), []).append(row)
+    by_size = grouped((int(allocations.size[row]), row) for row in rows.tolist())
     for name in categories:
         for parameter in model.tolist():
             row = by_size[int(int(allocations.size[parameter]) * ratio)].pop(0)

@@ -18,6 +18,7 @@ from fsdp2prof.analyzers.memory.attribution import own_frame
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, running_total
 from fsdp2prof.analyzers.memory.remedies import in_loss, kept_gathered, kept_gradients
 from fsdp2prof.analyzers.memory.wording import request_story, what_would_fit, where
+from fsdp2prof.by_key import grouped
 from fsdp2prof.labels import is_root
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.finding import EvidenceValue, Finding, Severity
@@ -150,9 +151,7 @@ def rank_imbalance(results: Sequence[RankMemory]) -> Finding | None:
 
     Ranks with the same part of the model come first; pipeline stages differ by nature.
     """
-    parts: dict[str | None, list[RankMemory]] = {}
-    for result in results:
-        parts.setdefault(result.model_part, []).append(result)
+    parts = grouped((result.model_part, result) for result in results)
     uneven = max((_furthest(members) for members in parts.values()), key=_spread_frac, default=None)
     key = "rank_imbalance"
     if uneven is None or _spread_frac(uneven) <= _IMBALANCE:

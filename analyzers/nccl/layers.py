@@ -8,13 +8,13 @@ FSDP2's run on the communicator, a size that one parameter group alone has decid
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
 from fsdp2prof.analyzers.recorded_groups import Due, has_several_roots, step_cycles
+from fsdp2prof.by_key import grouped
 from fsdp2prof.manifest import ProcessGroupInfo, RankManifest
 from fsdp2prof.tables.columns import IntArray
 from fsdp2prof.tables.nccl import InspectedCalls, InspectedCommunicator, InspectedProcess
@@ -99,9 +99,10 @@ class Layers:
                 yield (alike[0].layer.fqn, alike[0].layer.phase), members
                 return
         places = self._fitting(key, cycle, calls, first) if alike else []
-        parts: dict[_Layer | None, list[int]] = defaultdict(list)
-        for member, number in zip(members.tolist(), calls.seq[at].tolist(), strict=True):
-            parts[_decided([cycle[(number + place) % len(cycle)] for place in places], alike)].append(member)
+        parts = grouped(
+            (_decided([cycle[(number + place) % len(cycle)] for place in places], alike), member)
+            for member, number in zip(members.tolist(), calls.seq[at].tolist(), strict=True)
+        )
         for layer, rows in parts.items():
             yield layer, np.array(rows, dtype=np.int64)
 

@@ -22,6 +22,7 @@ from fsdp2prof.analyzers.sharding.run_evidence import (
     ok,
     unknown,
 )
+from fsdp2prof.by_key import grouped
 from fsdp2prof.manifest import ParameterInfo, RankManifest
 from fsdp2prof.results.check import CheckRow, RunCheck, UnshardedRow
 from fsdp2prof.results.finding import SEVERITIES, Finding
@@ -63,14 +64,16 @@ def _ranks(evidence: RunEvidence) -> Outcome:
 
 def _same_groups(evidence: RunEvidence) -> Outcome:
     """All ranks have the same groups, in the same order, with the same parameters."""
-    ways: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for rank, manifest in evidence.sharded.items():
-        ways[
+    ways = grouped(
+        (
             tuple(
                 (group_key(group), tuple((one.fqn, tuple(one.global_shape)) for one in group.parameters))
                 for group in manifest.param_groups
-            )
-        ].append(rank)
+            ),
+            rank,
+        )
+        for rank, manifest in evidence.sharded.items()
+    )
     name = "groups"
     if len(ways) <= 1:
         count = len(evidence.first.param_groups)
@@ -223,9 +226,10 @@ def _versions(evidence: RunEvidence) -> Outcome:
     facts: dict[str, str] = {}
     names = sorted({name for manifest in evidence.manifests.values() for name in manifest.versions})
     for name in names:
-        by_version: dict[str, list[int]] = defaultdict(list)
-        for rank, manifest in sorted(evidence.manifests.items()):
-            by_version[manifest.versions.get(name, "none")].append(rank)
+        by_version = grouped(
+            (manifest.versions.get(name, "none"), rank)
+            for rank, manifest in sorted(evidence.manifests.items())
+        )
         if len(by_version) > 1:
             text = "; ".join(f"{version} on ranks {listed(ranks)}" for version, ranks in by_version.items())
             differing.append(f"{name} {text}")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 from math import prod
 
+from fsdp2prof.by_key import grouped
 from fsdp2prof.results.sharding import (
     CheckpointEntry,
     CheckpointFile,
@@ -147,9 +148,7 @@ def _against(entries: Sequence[StoredTensor], model: ShardingTable) -> Checkpoin
 
 def _prefix(stored: Iterable[str], expected: Iterable[str]) -> str:
     """The commonest text before a parameter's name."""
-    by_last: dict[str, list[str]] = defaultdict(list)
-    for name in stored:
-        by_last[name.rpartition(".")[2]].append(name)
+    by_last = grouped((name.rpartition(".")[2], name) for name in stored)
     found = Counter(
         name[: len(name) - len(fqn)]
         for fqn in expected

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from fsdp2prof.analyzers.findings import listed
 from fsdp2prof.analyzers.sharding.run_evidence import Outcome, failed, finding, ok, unknown
+from fsdp2prof.by_key import grouped, summed
 from fsdp2prof.results.check import EnvironmentCheck, ProbedGather, ProbedRank, ProbedTransport
 from fsdp2prof.results.finding import SEVERITIES, Finding, Severity
 from fsdp2prof.tables.probes import RankProbe
@@ -72,9 +73,7 @@ def _ranks(probes: Sequence[RankProbe], world_size: int) -> Outcome:
     if not probes or missing:
         found = finding("ranks_missing/probed", missing=len(missing), world=world_size, names=missing)
         return failed("rendezvous", world_size, found)
-    locals_of_host: dict[str, list[int]] = defaultdict(list)
-    for one in probes:
-        locals_of_host[one.host].append(one.local_rank)
+    locals_of_host = grouped((one.host, one.local_rank) for one in probes)
     wrong = [host for host, found in locals_of_host.items() if sorted(found) != list(range(len(found)))]
     if wrong:
         return failed("rendezvous", world_size, finding("local_ranks", hosts=wrong))
@@ -210,9 +209,10 @@ def _transports(
     probes: Sequence[RankProbe], transports: Mapping[tuple[int, int, str], int]
 ) -> list[ProbedTransport]:
     hosts = {one.rank: one.host for one in probes}
-    sums: Counter[tuple[str, str, str]] = Counter()
-    for (source, target, name), count in transports.items():
-        sums[hosts.get(source, "?"), hosts.get(target, "?"), name] += count
+    sums = summed(
+        ((hosts.get(source, "?"), hosts.get(target, "?"), name), count)
+        for (source, target, name), count in transports.items()
+    )
     return [
         ProbedTransport(source=source, target=target, transport=name, pairs=count)
         for (source, target, name), count in sorted(sums.items())

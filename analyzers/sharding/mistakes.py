@@ -10,7 +10,8 @@ from fsdp2prof.analyzers.findings import listed
 from fsdp2prof.analyzers.layers import block_of
 from fsdp2prof.analyzers.recorded_groups import frozen_roots
 from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence, find_in_variables, finding
-from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, UnshardedInfo
+from fsdp2prof.by_key import grouped, summed
+from fsdp2prof.manifest import ParamGroupInfo, UnshardedInfo
 from fsdp2prof.results.finding import EvidenceValue, Finding, Severity
 from fsdp2prof.units import dtype_bytes
 
@@ -40,9 +41,7 @@ def _wrappers(evidence: RunEvidence) -> Iterator[Finding]:
 
 
 def _root_only(evidence: RunEvidence) -> Iterator[Finding]:
-    groups: dict[int, list[ParamGroupInfo]] = defaultdict(list)
-    for group in evidence.first.param_groups:
-        groups[group.root].append(group)
+    groups = grouped((group.root, group) for group in evidence.first.param_groups)
     blocks = _blocks_without_root(evidence)
     for root, members in groups.items():
         only = members[0]
@@ -68,18 +67,18 @@ def _is_gathered_once(group: ParamGroupInfo) -> bool:
 
 def _large_root(evidence: RunEvidence) -> Iterator[Finding]:
     """Find a root that keeps more than all units below it: it stays gathered through forward and backward."""
-    groups: dict[int, list[ParamGroupInfo]] = defaultdict(list)
-    for group in evidence.first.param_groups:
-        if group.shard_world_size > 1:
-            groups[group.root].append(group)
+    groups = grouped(
+        (group.root, group) for group in evidence.first.param_groups if group.shard_world_size > 1
+    )
     for members in groups.values():
         rest = [group for group in members if not group.fqn]
         own, whole = (sum(map(_gathered_bytes, some)) for some in (rest, members))
         if len(rest) == len(members) or own < _TINY_BYTES or 2 * own <= whole:
             continue
-        modules: Counter[str] = Counter()
-        for one in (one for group in rest for one in group.parameters):
-            modules[one.fqn.rpartition(".")[0]] += prod(one.padded_local_shape)
+        modules = summed(
+            (one.fqn.rpartition(".")[0], prod(one.padded_local_shape))
+            for one in (one for group in rest for one in group.parameters)
+        )
         large = [name for name, size in modules.most_common(4) if name and 10 * size >= modules.total()]
         yield finding(
             "root_holds_most",
@@ -399,9 +398,7 @@ def _devices(evidence: RunEvidence) -> Iterator[Finding]:
 
 def _adapters(evidence: RunEvidence) -> Iterator[Finding]:
     """A frozen base that is kept in fp32 although it computes in half precision."""
-    roots: dict[int, list[tuple[ParamGroupInfo, ParameterInfo]]] = defaultdict(list)
-    for group, parameter in evidence.first_parameters:
-        roots[group.root].append((group, parameter))
+    roots = grouped((group.root, (group, parameter)) for group, parameter in evidence.first_parameters)
     for members in roots.values():
         frozen = [
             one

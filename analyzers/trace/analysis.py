@@ -8,7 +8,6 @@ Rates of collectives by op, process group and size, against the best of the run 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median, median_low
@@ -41,6 +40,7 @@ from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.analyzers.trace.spans import RankSpans, loading, rank_spans
 from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.analyzers.trace.timeline import RankSteps, step_timeline
+from fsdp2prof.by_key import summed
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.communication import Attribution, BandwidthRow, CrossRank, GroupRow, PrefetchRow
 from fsdp2prof.results.step import StepBreakdown, Throughput, UnrecordedStep
@@ -418,10 +418,11 @@ def _with_speed(rank: RankTrace, references: References, dtype: str | None) -> R
 
 def _computing_dtype(analyses: Iterable[RankAnalysis]) -> str | None:
     """Return the dtype the model computes in: that in which most parameters are gathered."""
-    gathered: Counter[str] = Counter()
-    for row in (row for analysis in analyses for row in analysis.groups):
-        if row.op == "all_gather" and row.dtype is not None:
-            gathered[row.dtype] += row.payload_bytes or 0
+    gathered = summed(
+        (row.dtype, row.payload_bytes or 0)
+        for row in (row for analysis in analyses for row in analysis.groups)
+        if row.op == "all_gather" and row.dtype is not None
+    )
     return next((dtype for dtype, _ in gathered.most_common(1)), None)
 
 

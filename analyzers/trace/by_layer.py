@@ -9,7 +9,6 @@ row.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from statistics import median
@@ -22,6 +21,7 @@ from fsdp2prof.analyzers.steps import kinds_of_steps, known_sum, mean, rate
 from fsdp2prof.analyzers.trace.accounting import Exposure, Timeline
 from fsdp2prof.analyzers.trace.collectives import Collectives
 from fsdp2prof.analyzers.trace.waits import WaitTable
+from fsdp2prof.by_key import grouped
 from fsdp2prof.results.communication import (
     Attribution,
     Communication,
@@ -152,9 +152,7 @@ def _rate(amount: int | None, seconds: float) -> float | None:
 
 def layer_rows(groups: Sequence[GroupRow], windows: int) -> list[LayerRow]:
     """Average rows of ranks and steps over ``windows`` step windows; worst exposed first."""
-    alike: dict[Hashable, list[GroupRow]] = defaultdict(list)
-    for row in groups:
-        alike[row.fqn, row.phase, row.op, _group(row), row.dtype].append(row)
+    alike = grouped(((row.fqn, row.phase, row.op, _group(row), row.dtype), row) for row in groups)
     return _worst_first(_mean(rows, windows) for rows in alike.values())
 
 
@@ -180,9 +178,7 @@ def fold(rows: Sequence[LayerRow]) -> list[LayerRow]:
 
 def layer_totals(rows: Sequence[LayerRow]) -> list[LayerTotal]:
     """Sum all rows of a layer, in the order of the layers' names."""
-    layers: dict[str | None, list[LayerRow]] = defaultdict(list)
-    for row in rows:
-        layers[row.fqn].append(row)
+    layers = grouped((row.fqn, row) for row in rows)
     return [
         LayerTotal(
             fqn=fqn,
@@ -254,9 +250,7 @@ def late_rows(prefetch: Sequence[PrefetchRow], windows: int, *, folded: bool = F
     ``folded`` combines similar layers into one row, except those that wait much longer than their
     siblings.
     """
-    kinds: dict[tuple[str | None, str, str, str | None], list[PrefetchRow]] = defaultdict(list)
-    for row in prefetch:
-        kinds[row.fqn, row.phase, row.op, row.cause].append(row)
+    kinds = grouped(((row.fqn, row.phase, row.op, row.cause), row) for row in prefetch)
     members = list(kinds.values())
     groups = _alike(members) if folded else [[i] for i in range(len(members))]
     return _longest_first(_late_row([members[i] for i in group], windows) for group in groups)
@@ -264,9 +258,7 @@ def late_rows(prefetch: Sequence[PrefetchRow], windows: int, *, folded: bool = F
 
 def arrivals(prefetch: Sequence[PrefetchRow], windows: int) -> list[LateRow]:
     """Sum verdicts by layer, phase and op only, in that order; the cause is that of the longest wait."""
-    kinds: dict[tuple[str | None, str, str], list[PrefetchRow]] = defaultdict(list)
-    for row in prefetch:
-        kinds[row.fqn, row.phase, row.op].append(row)
+    kinds = grouped(((row.fqn, row.phase, row.op), row) for row in prefetch)
     rows = [
         replace(_late_row([members], windows), cause=max(members, key=lambda row: row.stall_ns).cause)
         for members in kinds.values()

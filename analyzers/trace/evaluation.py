@@ -21,6 +21,7 @@ from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.analyzers.layers import natural_key
 from fsdp2prof.analyzers.trace.accounting import PRODUCTS
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
+from fsdp2prof.by_key import summed
 from fsdp2prof.labels import is_root, parse_label
 from fsdp2prof.results.step import LayerPace
 from fsdp2prof.tables.columns import BoolArray, IntArray
@@ -237,9 +238,7 @@ def layer_paces(tables: RankTables) -> list[LayerPace] | None:
         first = first or label.kind
         if label.kind in ("pre_forward", "module_forward") and label.fqn and not is_root(label.fqn):
             begins.append((int(labels.start_ns[row]), label.fqn))
-    counts: dict[str, int] = defaultdict(int)
-    for _, fqn in begins:
-        counts[fqn] += 1
+    counts = summed((fqn, 1) for _, fqn in begins)
     if first == "root_pre_forward" and len(set(counts.values())) == 1:
         return None
     found = (_pace(tables, begins, layer, names) for layer, names in _families(counts).items())

@@ -16,6 +16,7 @@ from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.steps import mean
 from fsdp2prof.analyzers.trace.rank_tables import Lines, RankTables
 from fsdp2prof.analyzers.trace.spans import loading
+from fsdp2prof.by_key import grouped
 from fsdp2prof.results.trace import HostSyncPlace, HostSyncRow
 from fsdp2prof.tables.columns import IntArray
 from fsdp2prof.tables.trace import PhaseTable, StepTable, Trace
@@ -212,9 +213,7 @@ def host_syncs(
 
 def host_sync_places(rows: Sequence[HostSyncRow], windows: int) -> list[HostSyncPlace]:
     """Sum up synchronising calls of all ranks over ``windows`` step windows; the longest blocked first."""
-    places: dict[tuple[str | None, str, str, str | None], list[HostSyncRow]] = defaultdict(list)
-    for row in rows:
-        places[row.fqn, row.phase, row.call, row.operator].append(row)
+    places = grouped(((row.fqn, row.phase, row.call, row.operator), row) for row in rows)
     summed = [
         HostSyncPlace(
             fqn=fqn,

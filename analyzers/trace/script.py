@@ -24,6 +24,7 @@ from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS, outermost
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.analyzers.trace.spans import loading, loading_rows
 from fsdp2prof.backends import KERNEL_KINDS
+from fsdp2prof.by_key import summed
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.tables.columns import BoolArray, IntArray, Strings, Table
 
@@ -228,9 +229,7 @@ def find_loops(tables: RankTables, threads: Sequence[tuple[IntArray, IntArray]] 
     labelled = tables.phases.phase.equals("forward").any()
     threads = threads if threads is not None else list(_threads(tables))
     found = [one for thread in threads for one in _of_thread(tables, *thread)] if labelled else []
-    repeats: Counter[frozenset[str | None]] = Counter()
-    for one in found:
-        repeats[one.names] += one.repeats
+    repeats = summed((one.names, one.repeats) for one in found)
     least = _REPEATS * max(1, len(tables.analysed))
     found = [one for one in found if one.repeats >= _REPEATS or repeats[one.names] >= least]
     forward = [one for one in found if one.phase != "backward"]

@@ -29,6 +29,7 @@ from fsdp2prof.analyzers.trace.by_layer import (
     overlap_frac,
 )
 from fsdp2prof.analyzers.trace.idle import host_sync_places
+from fsdp2prof.by_key import summed
 from fsdp2prof.results.communication import Attribution, BandwidthRow, CrossRank, PrefetchRow, RankWait
 from fsdp2prof.results.step import RankMeans, StepBreakdown, Throughput, TraceTotals
 from fsdp2prof.results.trace import BandwidthFit, LayerWait, RankTrace, TraceAnalysis
@@ -220,9 +221,7 @@ def _fit(kind: tuple[str, str | None, str | None, int], sizes: dict[int, list[fl
 def layer_waits(prefetch: Sequence[PrefetchRow], ranks: Sequence[RankTrace]) -> list[LayerWait]:
     """Return one row per rank and awaited layer, by rank and layer; 0 if it was always in time."""
     steps = {rank.rank: len(rank.steps) for rank in ranks}
-    stalls: Counter[tuple[int, str | None]] = Counter()
-    for row in prefetch:
-        stalls[row.rank, row.fqn] += row.stall_ns
+    stalls = summed(((row.rank, row.fqn), row.stall_ns) for row in prefetch)
     rows = [
         LayerWait(rank=rank, fqn=fqn, stall_ns=mean(stall, steps[rank]))
         for (rank, fqn), stall in stalls.items()

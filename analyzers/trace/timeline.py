@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -13,6 +12,7 @@ from fsdp2prof.analyzers.ranks.comparison import RankComparison
 from fsdp2prof.analyzers.ranks.summary import RankSummary
 from fsdp2prof.analyzers.trace.prefetch import AwaitedTable
 from fsdp2prof.analyzers.trace.spans import RANKS, RankSpans, SpanTable, fold, spans_shown
+from fsdp2prof.by_key import grouped
 from fsdp2prof.results.communication import PrefetchRow
 from fsdp2prof.results.step import RankTimeline, StepTimeline, TimelineLane, TimelineStall
 from fsdp2prof.tables.columns import IntArray
@@ -97,9 +97,9 @@ def step_timeline(ranks: Sequence[RankSteps], comparison: RankComparison) -> Ste
 
 def _typical(ranks: Sequence[Sequence[RankSpans]]) -> int | None:
     """Return the step of median duration among those that most ranks have."""
-    durations: dict[int, list[int]] = defaultdict(list)
-    for one in (one for steps in ranks for one in steps):
-        durations[one.step].append(one.end_ns - one.start_ns)
+    durations = grouped(
+        (one.step, one.end_ns - one.start_ns) for one in (one for steps in ranks for one in steps)
+    )
     most = max(map(len, durations.values()), default=0)
     common = sorted(
         (step for step, found in durations.items() if len(found) == most),

@@ -11,6 +11,7 @@ import numpy as np
 
 from fsdp2prof.analyzers.trace.spans import NEXT_BATCH
 from fsdp2prof.analyzers.whatif.program import Points, RankProgram
+from fsdp2prof.by_key import grouped
 from fsdp2prof.labels import FsdpLabel, is_root, parse_label
 from fsdp2prof.schedule import prefetched_by, stays_gathered
 from fsdp2prof.tables.columns import IntArray, Strings, concat_tables
@@ -159,10 +160,7 @@ def prefetched(program: RankProgram, phase: str, ahead: int) -> RankProgram:
     As FSDP2 does with ``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch``: the
     gather is issued when the hook of the earlier layer has its own parameters.
     """
-    by_step: dict[int, list[Gather]] = {}
-    for one in gathers(program):
-        if one.phase == phase:
-            by_step.setdefault(one.step, []).append(one)
+    by_step = grouped((one.step, one) for one in gathers(program) if one.phase == phase)
     placed = [
         (order[prefetched_by(at, ahead)].needed_at, one)
         for _, order in sorted(by_step.items())

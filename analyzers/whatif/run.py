@@ -23,6 +23,7 @@ from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.steps import STEP_LABEL
 from fsdp2prof.analyzers.whatif.program import Job, RankProgram, Waits
 from fsdp2prof.analyzers.whatif.waits import NEEDED, STREAM, launch_order, pairs, waits_of
+from fsdp2prof.by_key import grouped
 from fsdp2prof.tables.columns import BoolArray, IntArray
 
 _SEEN_NS = 10_000
@@ -175,9 +176,10 @@ def dependencies(program: RankProgram) -> dict[int, list[int]]:
     assert waits is not None
     _, activity = launch_order(program)
     kept = waits.take(~waits.beside)
-    found: dict[int, list[int]] = defaultdict(list)
-    for one, other in zip(activity[kept.one].tolist(), activity[kept.other].tolist(), strict=True):
-        found[one].append(other)
+    found = grouped(
+        (one, other)
+        for one, other in zip(activity[kept.one].tolist(), activity[kept.other].tolist(), strict=True)
+    )
     for one in np.flatnonzero(table.after >= 0).tolist():
         found[one].append(int(table.after[one]))
     return found

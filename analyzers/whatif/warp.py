@@ -13,6 +13,7 @@ import numpy as np
 
 from fsdp2prof.analyzers.trace.collective_names import gloo_ranges
 from fsdp2prof.analyzers.whatif.run import RankRun
+from fsdp2prof.by_key import grouped
 from fsdp2prof.tables.columns import BoolArray, IntArray, Strings
 from fsdp2prof.tables.trace import EventTable, LabelTable, Trace
 
@@ -23,9 +24,7 @@ def replayed_trace(trace: Trace, ran: RankRun) -> Trace:
     rows, owner = (program.event, program.event_owner) if program.on_device else _gloo_owners(trace, ran)
     parts = [_moved(trace, ran, _Host.of(ran, copies=False), rows, owner)]
     again = _Host.of(ran, copies=True)
-    by_owner: dict[int, list[int]] = {}
-    for row, index in zip(rows.tolist(), owner.tolist(), strict=True):
-        by_owner.setdefault(index, []).append(row)
+    by_owner = grouped((index, row) for row, index in zip(rows.tolist(), owner.tolist(), strict=True))
     if len(again.begin):
         parts.append(_repeated(trace, ran, again, by_owner))
     parts += _of_other_kinds(trace, ran, by_owner)

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from fsdp2prof.by_key import grouped
 from fsdp2prof.estimators.compiler.graphs import Graphs
 from fsdp2prof.estimators.config.choices import values_of
 from fsdp2prof.estimators.config.mesh import MeshSpec
@@ -179,9 +180,7 @@ def _extension(
     rename = Renaming(blocks, len(shallow.blocks), period)
     recording = _recording(shallow.recording, copies, rename, growth)
     originals = shallow.recording.allocations.address[[copy.origin for copy in chosen]].tolist()
-    tensors: dict[int, list[TensorInfo]] = {}
-    for tensor in shallow.tensors:
-        tensors.setdefault(tensor.address, []).append(tensor)
+    tensors = grouped((tensor.address, tensor) for tensor in shallow.tensors)
     return _Extension(
         execution=Execution(
             name=shallow.name,

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdp2prof.by_key import grouped
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.model import MOST_LAYERS
 from fsdp2prof.estimators.models.builtin import meta_construction, token_batch
@@ -362,9 +363,7 @@ def _cut(text: Any, layers: int) -> None:
 def _decoder_and_towers(module: nn.Module, text: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Blocks of the text model, and those of everything beside it."""
     found = _without_shared(module, no_split_blocks(module) or repeated_blocks(module))
-    families: dict[str, list[str]] = {}
-    for fqn in found:
-        families.setdefault(fqn.rstrip("0123456789"), []).append(fqn)
+    families = grouped((fqn.rstrip("0123456789"), fqn) for fqn in found)
     of_text = [family for family in families.values() if len(family) == text.num_hidden_layers]
     if not of_text:
         return tuple(found), ()
@@ -374,9 +373,7 @@ def _decoder_and_towers(module: nn.Module, text: Any) -> tuple[tuple[str, ...], 
 
 def _without_shared(module: nn.Module, found: Iterable[str]) -> tuple[str, ...]:
     """Remove modules that share a parameter with the rest (embeddings with a tied head): the root has it."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    names = grouped((parameter, name) for name, parameter in module.named_parameters(remove_duplicate=False))
     shared = [own for own in names.values() if len(own) > 1]
     return tuple(
         fqn

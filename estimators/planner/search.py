@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
+from fsdp2prof.by_key import grouped
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.choices import Every
 from fsdp2prof.estimators.config.mesh import MeshSpec
@@ -368,7 +369,4 @@ def pareto_front(found: Iterable[Scored]) -> list[Scored]:
 
 def by_mesh(found: Iterable[Scored]) -> Mapping[MeshSpec, list[Scored]]:
     """Group configurations by their mesh."""
-    groups: dict[MeshSpec, list[Scored]] = {}
-    for scored in found:
-        groups.setdefault(scored.candidate.mesh, []).append(scored)
-    return groups
+    return grouped((scored.candidate.mesh, scored) for scored in found)

@@ -13,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from fsdp2prof.analyzers.sharding.layout import chunk_rows, rows_of_shard
+from fsdp2prof.by_key import grouped
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.optimizers import HeldOptimizer, OptimizerFactory, OptimizerKind
@@ -192,10 +193,9 @@ def shard_dim(shape: Sequence[int], shards: int, policy: PolicySpec, *, apart: b
 
 def _of_one_mesh(parameters: Sequence[ShardedParameter], mesh: MeshSpec) -> list[list[ShardedParameter]]:
     """Divide a unit's parameters by the mesh they are sharded over, in the order of their first."""
-    parts: dict[bool, list[ShardedParameter]] = {}
-    for parameter in parameters:
-        parts.setdefault(mesh.ep > 1 and parameter.is_expert, []).append(parameter)
-    return list(parts.values())
+    return list(
+        grouped((mesh.ep > 1 and parameter.is_expert, parameter) for parameter in parameters).values()
+    )
 
 
 def _resolve_reshard(unit: WrapUnit, shards: int) -> bool | int:

@@ -8,12 +8,12 @@ rules.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdp2prof.by_key import grouped
 from fsdp2prof.errors import RunDirectoryError, SnapshotError, TraceError, UsageError
 from fsdp2prof.files import counted
 from fsdp2prof.worker_processes import no_garbage_collection
@@ -308,9 +308,7 @@ def _works(
     """Return the work of each rank, in order of rank."""
     packed = job.packed_manifests
     trace_of = {file.rank: file for file in traces}
-    memory_of: dict[int, list[RankFile]] = defaultdict(list)
-    for file in memory:
-        memory_of[file.rank].append(file)
+    memory_of = grouped((file.rank, file) for file in memory)
     return [
         RankWork(
             packed=packed.get(rank),

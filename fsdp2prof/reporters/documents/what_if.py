@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fsdp2prof.by_key import grouped
 from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.document import Block, Document, KeyFigure, Section, Sentences, Table
 from fsdp2prof.reporters.documents import builds
@@ -56,10 +57,7 @@ def _tried(tried: Sequence[WhatIfChange], title: str, *, asked: bool) -> tuple[l
     """Return the gains of the changes, the assumptions of the replays, and the changes that could not be
     tried. Those that somebody ``asked`` for are shown even if none gains."""
     applied = [row for row in tried if row.step_ns is not None]
-    reasons: dict[str | None, list[str]] = {}
-    for row in tried:
-        if row.step_ns is None:
-            reasons.setdefault(row.reason, []).append(row.change)
+    reasons = grouped((row.reason, row.change) for row in tried if row.step_ns is None)
     others = [f"{', '.join(changes)}: {reason}" for reason, changes in reasons.items()]
     gains = [row for row in applied if (row.gained_frac or 0.0) >= _GAINS]
     settings = [row for row in gains if not row.other_hardware] or (applied if asked else [])

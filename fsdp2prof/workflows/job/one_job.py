@@ -21,6 +21,7 @@ from filecmp import cmp
 from itertools import count, islice
 from pathlib import Path, PurePath
 
+from fsdp2prof.by_key import grouped
 from fsdp2prof.errors import InputError
 from fsdp2prof.units import plural
 
@@ -170,10 +171,11 @@ def _of_one_iteration(
 
 def same_files(files: Iterable[RankFile]) -> list[str]:
     """Say which ranks have one and the same file, byte for byte: no two ranks run alike to the nanosecond."""
-    by_size: dict[int, list[RankFile]] = defaultdict(list)
-    for file in files:
-        if file.location is None and (size := file.path.stat().st_size) > _NO_EVENTS_BYTES:
-            by_size[size].append(file)
+    by_size = grouped(
+        (size, file)
+        for file in files
+        if file.location is None and (size := file.path.stat().st_size) > _NO_EVENTS_BYTES
+    )
     told = []
     for alike in by_size.values():
         first, *others = alike
