@@ -5,8 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 from fsdp2prof.estimators.config.lora import peft_targets
-from fsdp2prof.estimators.config.trainers.hugging_face import is_on
-from fsdp2prof.estimators.config.trainers.reading import Reading, Value
+from fsdp2prof.estimators.config.trainers.reading import Reading, Value, is_on
 
 _RECIPES = (
     "TrainFinetuneRecipeForNextTokenPrediction",
@@ -25,22 +24,10 @@ def read_automodel(run: Reading) -> None:
         run.refuse(recipe, f"of Automodel's recipes {', '.join(_RECIPES)} are modelled")
     if recipe.word().endswith("vlm"):
         run.ask("images", f"{recipe.key}: how many images a sequence has is in no file", " K")
-    name = run.get("model.pretrained_model_name_or_path", "model.config.pretrained_model_name_or_path")
-    if isinstance(name.value, str):
-        run.set_model(name.value, name)
     strategy = run.get("distributed.strategy", "distributed._target_")
     if strategy.value is not None and "fsdp2" not in strategy.word():
         run.refuse(strategy, "fsdp2 is modelled")
-    run.set_mesh(
-        {
-            "pp": _size(run, "pp_size"),
-            "dp_replicate": _size(run, "dp_replicate_size"),
-            "cp": _size(run, "cp_size"),
-            "tp": _size(run, "tp_size"),
-            "ep": _size(run, "ep_size"),
-            "dp_shard": _shard(run),
-        }
-    )
+    run.read_declared(dp_shard=_shard(run))
     _batch(run)
     checkpointing = run.get(
         "distributed.activation_checkpointing",
@@ -219,24 +206,21 @@ def _sync(run: Reading) -> None:
         )
 
 
-def _size(run: Reading, name: str) -> Value:
-    found = run.get(f"distributed.{name}")
-    return Value(found.key, None, found.source, found.given) if found.word() in ("none", "null") else found
-
-
 def _shard(run: Reading) -> Value:
     """``dp_size`` holds replicas and shards together; none is the rest of the ranks."""
-    found = _size(run, "dp_size")
-    replicas = _size(run, "dp_replicate_size")
-    if found.value is None:
+    found, replicas = run.get("distributed.dp_size"), run.get("distributed.dp_replicate_size")
+    if found.is_absent:
         return Value("distributed.dp_size", -1, found.source or "the rest of the ranks", found.given)
-    return Value(found.key, found.number(1) // max(1, int(replicas.value or 1)), found.source, found.given)
+    return Value(
+        found.key,
+        found.number(1) // (1 if replicas.is_absent else replicas.number(1)),
+        found.source,
+        found.given,
+    )
 
 
 def _batch(run: Reading) -> None:
-    local = run.get("step_scheduler.local_batch_size")
-    run.set("batch_size", local.number(1), local)
-    run.accumulate(run.get("step_scheduler.global_batch_size"), local.number(1), run.data_ranks)
+    run.accumulate(run.get("step_scheduler.global_batch_size"), run.policy["batch_size"], run.data_ranks)
     packed = run.get("packed_sequence.packed_sequence_size")
     length = run.get("dataset.seq_length", "dataset.seq_len", "dataset.max_seq_length")
     if packed.value:
@@ -279,8 +263,6 @@ def _optimizer_and_loss(run: Reading) -> None:
             run.set("optimizer_impl", "foreach" if is_on(foreach) else "for-loop", foreach)
     else:
         run.missing("optimizer", target)
-    norm = run.get("max_grad_norm", "clip_grad_norm.max_norm")
-    run.set("clip_grad", norm.value is not None and float(norm.value) > 0, norm)
     loss = run.get("loss_fn._target_")
     if "linear" in loss.word() or "cut" in loss.word():
         run.set("loss", "fused", loss)

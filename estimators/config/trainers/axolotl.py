@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from fsdp2prof.estimators.config.trainers.hugging_face import (
-    is_on,
     read_accelerate_fsdp,
     read_attention,
     read_checkpointing,
@@ -16,7 +15,7 @@ from fsdp2prof.estimators.config.trainers.hugging_face import (
     read_transformers_plan,
     refuse_eight_bits,
 )
-from fsdp2prof.estimators.config.trainers.reading import Reading, Value
+from fsdp2prof.estimators.config.trainers.reading import Reading, Value, is_on
 
 _KNOWN_PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin")
 """Plugins whose effect depends on their keys."""
@@ -24,22 +23,8 @@ _KNOWN_PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin")
 
 def read_axolotl(run: Reading) -> None:
     """Read a configuration of axolotl. Raises ``ModelError`` for settings that are not modelled."""
-    base = run.get("base_model")
-    if isinstance(base.value, str):
-        run.set_model(base.value, base)
-    run.set_mesh(
-        {
-            "dp_replicate": run.get("dp_replicate_size"),
-            "cp": run.get("context_parallel_size", "sequence_parallel_degree"),
-            "tp": run.get("tensor_parallel_size"),
-            "ep": run.get("expert_parallel_size"),
-            "dp_shard": run.get("dp_shard_size"),
-        }
-    )
+    run.read_declared()
     read_transformers_plan(run)
-    run.option("batch_size", "micro_batch_size")
-    run.option("grad_accum", "gradient_accumulation_steps")
-    run.option("seq_len", "sequence_len")
     packed, padded = run.get("sample_packing"), run.get("pad_to_sequence_len")
     if is_on(packed):
         run.opens_documents(packed)
@@ -55,11 +40,6 @@ def read_axolotl(run: Reading) -> None:
     run.set("orig_dtype", "bf16" if word == "bf16" else "fp32", mixed)
     read_optimizer(run, "optimizer")
     refuse_eight_bits(run)
-    norm = run.get("max_grad_norm")
-    run.set("clip_grad", float(norm.value or 0) > 0, norm)
-    compiled = run.get("torch_compile")
-    if is_on(compiled):
-        run.set("compile", True, compiled)
     _attention_and_loss(run)
     if run.mesh.get("ep", 1) > 1:
         experts = run.get("expert_parallel_size")
@@ -119,10 +99,6 @@ def _attention_and_loss(run: Reading) -> None:
         run.notes.append(
             "chunked_cross_entropy divides the logits that are there already: all of them are counted"
         )
-    if is_on(run.get("liger_rms_norm")):
-        run.set("norm", "fused", run.get("liger_rms_norm"))
-    if is_on(glu := run.get("liger_glu_activation", "liger_swiglu")):
-        run.set("mlp", "fused", glu)
     fp8 = run.get("fp8")
     if is_on(fp8):
         run.set("float8", "tensorwise", fp8)

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.lora import EVERY_LAYER, peft_targets
-from fsdp2prof.estimators.config.trainers.reading import Reading, Value, is_set
+from fsdp2prof.estimators.config.trainers.reading import Reading, Value, is_on, is_set
 
 _OPTIMIZERS = {
     "adamw_torch": ("adamw", "foreach"),
@@ -43,12 +43,6 @@ _OF_PAIRS = (
     "discopop",
 )
 """Losses of TRL's DPO."""
-_TRUE = ("true", "yes", "1", "on")
-
-
-def is_on(found: Value) -> bool:
-    """Whether a key is switched on, written as a boolean or as a word."""
-    return found.value is True or found.word() in _TRUE
 
 
 def read_transformers_plan(run: Reading) -> None:
@@ -131,6 +125,15 @@ def refuse_eight_bits(run: Reading) -> None:
     found = run.get("load_in_8bit")
     if is_on(found):
         run.refuse(found, "weights in 8 bits are not modelled; load_in_4bit is")
+
+
+def mixed_precision(run: Reading) -> Value:
+    """accelerate's mixed precision, or the flag of the trainer that sets it."""
+    found = run.get("accelerate.mixed_precision")
+    for name in ("bf16", "fp16"):
+        if (flag := run.get(name)).given and is_on(flag):
+            found = Value(flag.key, name, flag.source)
+    return found
 
 
 def read_precision(run: Reading, mixed: Value) -> None:
@@ -223,33 +226,13 @@ def read_hugging_face(run: Reading) -> None:
     run.take_stack("trl-2026" if trl else "transformers-2026-09")
     _model(run)
     run.set_world(run.get("accelerate.num_processes"))
-    shard = run.get("accelerate.parallelism_config.parallelism_config_dp_shard_size")
-    run.set_mesh(
-        {
-            "dp_replicate": run.get("accelerate.parallelism_config.parallelism_config_dp_replicate_size"),
-            "cp": run.get("accelerate.parallelism_config.parallelism_config_cp_size"),
-            "tp": run.get("accelerate.parallelism_config.parallelism_config_tp_size"),
-            "dp_shard": Value(
-                shard.key,
-                -1 if shard.value is None else shard.value,
-                shard.source or "accelerate",
-                shard.given,
-            ),
-        }
-    )
+    run.read_declared()
     read_transformers_plan(run)
     read_accelerate_fsdp(run, "accelerate.fsdp_config", "fsdp_config")
-    mixed = run.get("accelerate.mixed_precision")
-    for name in ("bf16", "fp16"):
-        if (flag := run.get(name)).given and is_on(flag):
-            mixed = Value(flag.key, name, flag.source)
-    if mixed.value is None and trl:
+    mixed = mixed_precision(run)
+    if not mixed.given and trl:
         mixed = Value("bf16", "bf16", "trl/trainer/base_config.py:105: bf16 unless fp16 is set", given=False)
-    read_precision(
-        run, mixed if mixed.value is not None else Value("mixed_precision", "no", "transformers", False)
-    )
-    run.option("batch_size", "per_device_train_batch_size")
-    run.option("grad_accum", "gradient_accumulation_steps", "accelerate.gradient_accumulation_steps")
+    read_precision(run, mixed)
     generates = any(run.has(key) for key in _GRPO)
     if not generates:
         _length(run, trl)
@@ -261,8 +244,6 @@ def read_hugging_face(run: Reading) -> None:
             )
         run.set("ac", "full" if is_on(checkpointing) else "none", checkpointing)
     read_optimizer(run, "optim")
-    norm = run.get("max_grad_norm")
-    run.set("clip_grad", float(norm.value or 0) > 0, norm)
     compiled = run.get("torch_compile")
     dynamo = run.get("accelerate.dynamo_config.dynamo_backend")
     if is_on(compiled) or dynamo.word() not in ("", "no"):
@@ -277,9 +258,6 @@ def read_hugging_face(run: Reading) -> None:
 
 
 def _model(run: Reading) -> None:
-    name = run.get("model_name_or_path", "model_name", "model")
-    if isinstance(name.value, str):
-        run.set_model(name.value, name)
     read_attention(run, run.get("attn_implementation"))
     dtype = run.get("dtype", "torch_dtype")
     if dtype.given and dtype.word() not in ("auto", "none"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp2prof.estimators.config.trainers.hugging_face import (
-    is_on,
+    mixed_precision,
     read_accelerate_fsdp,
     read_attention,
     read_liger,
@@ -13,7 +13,7 @@ from fsdp2prof.estimators.config.trainers.hugging_face import (
     read_preference,
     refuse_if_given,
 )
-from fsdp2prof.estimators.config.trainers.reading import Reading, Value
+from fsdp2prof.estimators.config.trainers.reading import Reading, is_on
 
 _NO_TRAINING = ("export_dir", "task", "infer_backend", "do_predict")
 _NO_REFERENCE = ("orpo", "simpo")
@@ -27,26 +27,15 @@ def read_llama_factory(run: Reading) -> None:
         refuse_if_given(
             run, "do_train is not set: this is not the configuration of a training", *_NO_TRAINING
         )
-    name = run.get("model_name_or_path")
-    run.set_model(str(name.value), name)
     deepspeed = run.get("deepspeed")
     if deepspeed.value:
         run.refuse(deepspeed, "DeepSpeed is not FSDP2; an estimate is of accelerate with fsdp_version: 2")
     run.set_world(run.get("accelerate.num_processes"))
-    run.set_mesh({"dp_shard": Value("world size", -1, "accelerate", given=False)})
+    run.read_declared()
     read_accelerate_fsdp(run, "accelerate.fsdp_config", "fsdp_config")
-    mixed = run.get("accelerate.mixed_precision")
-    for one in ("bf16", "fp16"):
-        if (flag := run.get(one)).given and is_on(flag):
-            mixed = Value(flag.key, one, flag.source)
-    read_precision(
-        run, mixed if mixed.value is not None else Value("mixed_precision", "no", "accelerate", False)
-    )
+    read_precision(run, mixed_precision(run))
     if is_on(pure := run.get("pure_bf16")):
         run.set("orig_dtype", "bf16", pure)
-    run.option("batch_size", "per_device_train_batch_size")
-    run.option("grad_accum", "gradient_accumulation_steps")
-    run.option("seq_len", "cutoff_len")
     packed = run.get("packing", "neat_packing")
     if is_on(packed):
         run.opens_documents(packed)
@@ -56,8 +45,6 @@ def read_llama_factory(run: Reading) -> None:
     if not is_on(off) or "ac" not in run.policy:
         run.set("ac", "none" if is_on(off) else "full", off)
     read_optimizer(run, "optim")
-    norm = run.get("max_grad_norm")
-    run.set("clip_grad", float(norm.value or 0) > 0, norm)
     if is_on(liger := run.get("enable_liger_kernel")):
         read_liger(run, liger)
     read_attention(run, run.get("flash_attn"))
@@ -80,37 +67,20 @@ def read_llama_factory(run: Reading) -> None:
 
 def read_llama_factory_v1(run: Reading) -> None:
     """Read v1. Raises ``ModelError`` for settings that are not modelled."""
-    name = run.get("model")
-    run.set_model(str(name.value), name)
     kind = run.get("dist_config.name")
     if kind.word() not in ("fsdp2", ""):
         run.refuse(kind, "fsdp2 is modelled")
-    run.set_mesh(
-        {
-            "dp_replicate": run.get("dist_config.mp_replicate_size", "mp_replicate_size"),
-            "cp": run.get("cp_size", "dist_config.cp_size"),
-            "dp_shard": Value("world size", -1, "torchrun", given=False),
-        }
-    )
+    run.read_declared()
     if run.get("cp_mode").word() == "ulysses" and run.mesh.get("cp", 1) > 1:
         run.notes.append(
             "cp_mode = ulysses: estimated as ring attention, whose exchanges are larger and overlapped"
         )
-    micro = run.get("micro_batch_size")
-    run.set("batch_size", micro.number(1), micro)
-    run.accumulate(run.get("global_batch_size"), micro.number(1), run.data_ranks)
-    run.option("seq_len", "cutoff_len")
+    run.accumulate(run.get("global_batch_size"), run.policy["batch_size"], run.data_ranks)
     batching = run.get("batching_strategy")
     if batching.word() in ("", "normal"):
         run.open.append("a batch is as long as its longest example: cutoff_len is the most")
     bf16 = run.get("bf16")
     run.set("param_dtype", "bf16" if is_on(bf16) else "none", bf16)
-    checkpointing = run.get("enable_activation_checkpointing")
-    run.set("ac", "full" if is_on(checkpointing) else "none", checkpointing)
-    if run.get("dist_config.offload_params"):
-        run.set("offload", True, run.get("dist_config.offload_params"))
-    norm = run.get("max_grad_norm")
-    run.set("clip_grad", float(norm.value or 0) > 0, norm)
     if run.get("optim_config.name").value not in (None, "adamw"):
         run.refuse(run.get("optim_config.name"), "AdamW is modelled")
     which, kernels = run.get("kernel_config.name"), run.get("kernel_config.include_kernels")

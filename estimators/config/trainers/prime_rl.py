@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fsdp2prof.estimators.config.lora import peft_targets
-from fsdp2prof.estimators.config.trainers.hugging_face import ALL_LAYERS, is_on
-from fsdp2prof.estimators.config.trainers.reading import Reading, Value
+from fsdp2prof.estimators.config.trainers.hugging_face import ALL_LAYERS
+from fsdp2prof.estimators.config.trainers.reading import Reading, Value, is_on
 
 _GPUS_PER_NODE = 8
 """As ``rl.py`` counts a node's."""
@@ -35,27 +35,17 @@ def read_prime_rl(run: Reading) -> None:
     if run.has(*_OF_AN_ORCHESTRATOR) and not run.has("trainer", "orchestrator"):
         generates = next(one for one in run.values if one.partition(".")[0] in _OF_AN_ORCHESTRATOR)
         run.refuse(run.get(generates), "this is the orchestrator's file; the trainer has a separate one")
-    model = key("model.name")
-    if model.value is None:
-        model = run.get("model.name")
-    if isinstance(model.value, str):
-        run.set_model(model.value, model, layers=key("model.debug.num_layers").value)
     _world(run)
     ep = key("model.ep")
-    if ep.word() in ("auto", "none", ""):
+    if ep.word() == "auto" or ep.is_absent:
         ep = Value(ep.key, None, ep.source, ep.given)
         run.open.append(
             "model.ep is auto: 8 for a mixture of experts on 8 ranks and more; add --mesh ...,ep=8 then"
         )
-    run.set_mesh(
-        {
-            "dp_replicate": key("model.dp_replicate"),
-            "cp": key("model.cp"),
-            "tp": key("model.tp"),
-            "ep": ep,
-            "dp_shard": Value("world size", -1, "torchrun", given=False),
-        }
-    )
+    run.read_declared(ep=ep)
+    layers = key("model.debug.num_layers")
+    if run.model is not None:
+        run.layers = layers.value
     run.set_dispatch(key("model.ep_comm_backend"))
     if key("model.cp_style").word() == "ulysses" and run.mesh.get("cp", 1) > 1:
         run.notes.append(
@@ -84,8 +74,6 @@ def read_prime_rl(run: Reading) -> None:
     if kind.word() not in ("adamw", "sgd", ""):
         run.refuse(kind, "adamw and sgd are modelled")
     run.set("optimizer", kind.word() or "adamw", kind)
-    norm = key("optim.max_norm")
-    run.set("clip_grad", norm.value is not None and float(norm.value) > 0, norm)
 
 
 def _world(run: Reading) -> None:
@@ -153,7 +141,6 @@ def _memory(run: Reading) -> None:
     if allocator.given:
         segments = "expandable" if "expandable_segments:true" in allocator.word() else "classic"
         run.set("allocator", segments, allocator)
-    run.set("offload", is_on(get("model.fsdp_cpu_offload")), get("model.fsdp_cpu_offload"))
     reshard = get("model.reshard_after_forward")
     if is_on(reshard):
         run.says("reshard", "always", reshard)
@@ -169,8 +156,6 @@ def _memory(run: Reading) -> None:
     if compiled.word() not in ("none", "false"):
         run.set("compile", True, compiled)
         get("model.compile.fullgraph")
-    run.option("orig_dtype", "trainer.model.optimization_dtype", "model.optimization_dtype")
-    run.option("reduce_dtype", "trainer.model.reduce_dtype", "model.reduce_dtype")
 
 
 def _loss(run: Reading, is_sft: bool) -> None:

@@ -7,7 +7,7 @@ key, the trainer's own default applies, with the line of the trainer's code that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -33,6 +33,12 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     title: str
     stack: str
     """The software that is assumed where ``--stack`` names no other."""
+    model: tuple[str, ...] = ()
+    """Keys that name the model, the newest first."""
+    mesh: dict[str, tuple[str, ...]] = {}
+    """Dimension -> the keys of its size, the newest first."""
+    options: dict[str, tuple[str, ...]] = {}
+    """Option -> how its value is read (:data:`_READ_AS`), then its keys, the newest first."""
     defaults: dict[str, tuple[Any, str]] = {}
     """Key -> the trainer's default, and where its code says it."""
     no_effect: tuple[str, ...] = ()
@@ -88,6 +94,29 @@ class Value:
     def word(self) -> str:
         """The value as a word in small letters; empty for none."""
         return "" if self.value is None else str(self.value).strip().lower()
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether no file has the key, or one says that it has no value."""
+        return self.word() in ("", "none", "null")
+
+
+def is_on(found: Value) -> bool:
+    """Whether a key is switched on, written as a boolean or as a word."""
+    return found.value is True or found.word() in ("true", "yes", "1", "on")
+
+
+_READ_AS: Mapping[str, Callable[[Value], Any]] = {
+    "value": lambda found: found.value,
+    "number": lambda found: found.number(1),
+    "switch": is_on,
+    "on": lambda found: is_on(found) or None,
+    "fused": lambda found: "fused" if is_on(found) else None,
+    "blocks": lambda found: "full" if is_on(found) else "none",
+    "always": lambda found: "always" if is_on(found) else "never",
+    "positive": lambda found: not found.is_absent and float(found.value) > 0,
+}
+"""Ways to read an option; one that gives None sets nothing."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -149,6 +178,23 @@ class Reading:
         """Older software that the run may as well be of."""
         return None if self.stack_is_stated or self.is_recent else stack_named(self.stack).before
 
+    def read_declared(self, **sizes: Value) -> None:
+        """Take the model, the mesh and the options whose keys the format declares.
+
+        ``sizes`` are dimensions of the mesh that no single key gives. Raises ``ModelError``.
+        """
+        name = self.get(*self.format.model) if self.format.model else None
+        if name is not None and isinstance(name.value, str):
+            self.set_model(name.value, name)
+        self.set_mesh({dim: self.get(*keys) for dim, keys in self.format.mesh.items()} | sizes)
+        for option, (way, *keys) in self.format.options.items():
+            found = self.get(*keys)
+            became = _READ_AS[way](found)
+            if became is not None:
+                self.set(option, became, found)
+            elif way == "value":
+                self.missing(option, found)
+
     def section(self, *prefixes: str) -> dict[str, Any]:
         """Every key below a prefix, without it; reading them is left to the caller."""
         found: dict[str, Any] = {}
@@ -173,14 +219,6 @@ class Reading:
         """Note a key's meaning if the stack decides the option, or if there is no option."""
         self._row(option, value, read)
 
-    def option(self, option: str, *keys: str) -> None:
-        """Take a key's value for an option as it is; say so if there is none."""
-        found = self.get(*keys)
-        if found.value is not None:
-            self.set(option, found.value, found)
-        else:
-            self.missing(option, found)
-
     def ask(self, option: str, unknown: str, value: str = "") -> None:
         """Report a setting that no file gives and its option; nothing if it is given."""
         if option not in self.stated:
@@ -203,7 +241,10 @@ class Reading:
 
         Raises ``ModelError`` if the world size is needed but not known, or does not divide.
         """
-        sizes = {name: 1 if found.value is None else found.number(-1) for name, found in read.items()}
+        sizes = {
+            name: (-1 if name == "dp_shard" else 1) if found.is_absent else found.number(-1)
+            for name, found in read.items()
+        }
         rest = [name for name, size in sizes.items() if size < 1]
         others = 1
         for name, size in sizes.items():
@@ -223,7 +264,7 @@ class Reading:
             sizes |= dict.fromkeys(rest, 1) | {rest[-1]: self.world_size // others}
         self.mesh = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
         for name, found in read.items():
-            if found.value is not None and (found.given or sizes[name] > 1):
+            if not found.is_absent and (found.given or sizes[name] > 1):
                 self._row(f"mesh {name}", sizes[name], (found,))
         total = 1
         for name, size in sizes.items():

@@ -35,6 +35,7 @@ def read_torchtitan(run: Reading) -> None:
     modelled."""
     _date(run)
     _model(run)
+    run.read_declared()
     _mesh(run)
     _batch(run)
     _precision(run)
@@ -88,30 +89,8 @@ def _model(run: Reading) -> None:
 
 
 def _mesh(run: Reading) -> None:
-    def degree(name: str, *older: str) -> Value:
-        return run.get(f"parallelism.{name}_degree", f"parallelism.{name}", *older)
-
-    run.set_mesh(
-        {
-            "pp": degree("pipeline_parallel", "experimental.pipeline_parallel_degree"),
-            "dp_replicate": run.get(
-                "parallelism.data_parallel_replicate_degree",
-                "parallelism.dp_replicate",
-                "training.data_parallel_replicate_degree",
-            ),
-            "cp": degree("context_parallel", "experimental.context_parallel_degree"),
-            "tp": degree("tensor_parallel", "training.tensor_parallel_degree"),
-            "ep": degree("expert_parallel"),
-            "dp_shard": run.get(
-                "parallelism.data_parallel_shard_degree",
-                "parallelism.dp_shard",
-                "training.data_parallel_shard_degree",
-                "training.data_parallel_degree",
-            ),
-        }
-    )
     run.set_dispatch(run.get("model.moe_comm_backend", "parallelism.expert_parallel_comm_backend"))
-    etp = degree("expert_tensor_parallel")
+    etp = run.get("parallelism.expert_tensor_parallel_degree", "parallelism.expert_tensor_parallel")
     if etp.value not in (None, 1) and run.mesh.get("ep", 1) > 1:
         run.notes.append(f"{etp.key} = {etp.value}: experts that tensor parallelism divides are not modelled")
     schedule = run.get("parallelism.pipeline_parallel_schedule", "experimental.pipeline_parallel_schedule")
@@ -141,7 +120,6 @@ def _mesh(run: Reading) -> None:
 
 def _batch(run: Reading) -> None:
     seq_len = run.get("training.seq_len", "training.max_context_length")
-    run.set("seq_len", seq_len.number(1), seq_len)
     tokens = run.get("training.num_tokens_per_microbatch_per_dp_rank")
     local = run.get("training.local_batch_size", "training.batch_size")
     folded = tokens.given or (tokens.value is not None and not local.given and seq_len.key.endswith("length"))
@@ -175,10 +153,6 @@ def _batch(run: Reading) -> None:
 
 
 def _precision(run: Reading) -> None:
-    run.option("param_dtype", "training.mixed_precision_param")
-    run.option("reduce_dtype", "training.mixed_precision_reduce")
-    run.option("orig_dtype", "training.dtype")
-    run.option("offload", "training.enable_cpu_offload")
     reshard = run.get("parallelism.fsdp_reshard_after_forward")
     if reshard.word() in ("always", "never"):
         run.set("reshard", reshard.word(), reshard)
@@ -297,6 +271,3 @@ def _optimizer(run: Reading) -> None:
         run.set("optimizer_impl", word, implementation)
     elif word:
         run.refuse(implementation, "fused, foreach and for-loop are modelled")
-    norm = run.get("training.max_norm")
-    if norm.value is not None:
-        run.set("clip_grad", float(norm.value) > 0, norm)

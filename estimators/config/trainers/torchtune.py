@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from fsdp2prof.estimators.config.trainers.hugging_face import is_on, read_preference
-from fsdp2prof.estimators.config.trainers.reading import Reading
+from fsdp2prof.estimators.config.trainers.hugging_face import read_preference
+from fsdp2prof.estimators.config.trainers.reading import Reading, is_on
 
 _MODEL = re.compile(
     r"(?:q?lora_)?(llama2|llama3(?:_[123])?|qwen2(?:_5)?|qwen3)_(\d+(?:_\d+)?b)(?:_(?:base|instruct))?$"
@@ -20,16 +20,7 @@ def read_torchtune(run: Reading) -> None:
         component = run.get("model._component_", "tokenizer._component_")
         run.refuse(component, "without optimizer and loss this is not a training recipe's file")
     _model(run)
-    run.set_mesh(
-        {
-            "dp_replicate": run.get("data_parallel_replicate_dim"),
-            "cp": run.get("context_parallel_dim"),
-            "tp": run.get("tensor_parallel_dim"),
-            "dp_shard": run.get("data_parallel_shard_dim"),
-        }
-    )
-    run.option("batch_size", "batch_size")
-    run.option("grad_accum", "gradient_accumulation_steps")
+    run.read_declared()
     length = run.get("tokenizer.max_seq_len")
     if length.value is not None:
         run.set("seq_len", length.number(1), length)
@@ -51,22 +42,17 @@ def read_torchtune(run: Reading) -> None:
     layers = run.get("custom_sharded_layers")
     if layers.value:
         run.set("wrap", ("block", *layers.names()), layers)
-    run.option("offload", "fsdp_cpu_offload", "fsdp.cpu_offload")
-    reshard = run.get("fsdp_reshard_after_forward")
-    run.set("reshard", "always" if is_on(reshard) else "never", reshard)
-    if is_on(compiled := run.get("compile")):
-        run.set("compile", True, compiled)
     _optimizer(run)
-    loss = run.get("loss._component_")
+    loss, compiles = run.get("loss._component_"), "compile" in run.policy
     run.is_recent |= "linearcrossentropy" in loss.word()  # since 9c06c8bda (#2531, April 2025)
     if loss.value is None:
         run.missing("loss", loss)
     if "chunked" in loss.word() or "linearcrossentropy" in loss.word():
         pieces = run.get("loss.num_output_chunks")
         count = pieces.number(1) if pieces.value else 8  # torchtune/modules/loss/cross_entropy_loss.py:36
-        run.set("loss", "compiled" if is_on(compiled) else f"chunked-kept:{count}", loss, pieces)
+        run.set("loss", "compiled" if compiles else f"chunked-kept:{count}", loss, pieces)
     elif loss.word().endswith("nn.crossentropyloss"):
-        run.set("loss", "compiled" if is_on(compiled) else "full", loss)
+        run.set("loss", "compiled" if compiles else "full", loss)
     elif loss.word().endswith("dpoloss"):
         read_preference(run, loss)
     elif loss.value is not None:

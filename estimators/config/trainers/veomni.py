@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-from fsdp2prof.estimators.config.trainers.hugging_face import is_on, read_lora, read_preference
-from fsdp2prof.estimators.config.trainers.reading import Reading
+from fsdp2prof.estimators.config.trainers.hugging_face import read_lora, read_preference
+from fsdp2prof.estimators.config.trainers.reading import Reading, is_on
 
 
 def read_veomni(run: Reading) -> None:
     """Read a configuration of VeOmni. Raises ``ModelError`` for settings that are not modelled."""
-    name = run.get("model.config_path", "model.model_path")
-    if isinstance(name.value, str):
-        run.set_model(name.value, name)
     mode = run.get("train.accelerator.fsdp_config.fsdp_mode", "train.data_parallel_mode")
     if mode.word() not in ("fsdp2", ""):
         run.refuse(mode, "fsdp2 is modelled")
-    run.set_mesh(
-        {
-            "dp_replicate": run.get(
-                "train.accelerator.dp_replicate_size", "train.data_parallel_replicate_size"
-            ),
-            "cp": run.get(
-                "train.accelerator.ulysses_size", "train.accelerator.cp_size", "train.ulysses_parallel_size"
-            ),
-            "tp": run.get("train.accelerator.tp_size", "train.tensor_parallel_size"),
-            "ep": run.get("train.accelerator.ep_size", "train.expert_parallel_size"),
-            "dp_shard": run.get("train.accelerator.dp_shard_size", "train.data_parallel_shard_size"),
-        }
-    )
+    run.read_declared()
     if run.mesh.get("cp", 1) > 1:
         run.notes.append(
             "Ulysses is estimated as ring attention: the same memory, larger and overlapped exchanges"
         )
-    micro, length = run.get("train.micro_batch_size"), run.get("data.max_seq_len")
-    run.set("seq_len", length.number(1), length)
-    run.set("batch_size", micro.number(1), micro)
-    run.accumulate(run.get("train.global_batch_size"), micro.number(1), run.data_ranks)
+    run.accumulate(run.get("train.global_batch_size"), run.policy["batch_size"], run.data_ranks)
     if run.has("data.mm_configs"):
         run.ask("images", "data.mm_configs: how many images a sequence has is in no file", " K")
     dynamic = run.get("train.dyn_bsz")
@@ -50,20 +32,10 @@ def read_veomni(run: Reading) -> None:
         found = run.get(f"train.accelerator.fsdp_config.mixed_precision.{option}")
         run.set(option, found.value if is_on(mixed) else None, mixed, found)
     run.set("orig_dtype", "fp32" if is_on(mixed) else "bf16", mixed)
-    checkpointing = run.get("train.gradient_checkpointing.enable", "train.enable_gradient_checkpointing")
-    run.set("ac", "full" if is_on(checkpointing) else "none", checkpointing)
-    reshard = run.get(
-        "train.accelerator.fsdp_config.reshard_after_forward", "train.enable_reshard_after_forward"
-    )
-    run.set("reshard", "always" if is_on(reshard) else "never", reshard)
-    offload = run.get("train.accelerator.fsdp_config.offload", "train.enable_fsdp_offload")
-    run.set("offload", is_on(offload), offload)
     optimizer = run.get("train.optimizer.type", "train.optimizer")
     if optimizer.word() not in ("adamw", "adam", "sgd", "adamw_torch"):
         run.refuse(optimizer, "adamw, adam and sgd are modelled")
     run.set("optimizer", optimizer.word().removesuffix("_torch"), optimizer)
-    norm = run.get("train.max_grad_norm", "train.optimizer.max_grad_norm")
-    run.set("clip_grad", norm.value is not None and float(norm.value) > 0, norm)
     if run.get(
         "train.enable_activation_offload",
         "train.accelerator.offload_config.enable_activation",
@@ -83,8 +55,6 @@ def read_veomni(run: Reading) -> None:
         read_preference(run, kind, free, reference=not is_on(free))
     if saved := run.get("train.ops_to_save").value:
         run.notes.append(f"train.ops_to_save: what {len(saved)} operators save is not counted: a lower bound")
-    if is_on(compiled := run.get("train.torch_compile.enable", "train.enable_compile")):
-        run.set("compile", True, compiled)
     kept = run.get("train.accelerator.fsdp_config.reshard_after_backward")
     if kept.given and not is_on(kept):
         run.notes.append(f"{kept.key} = {kept.value} is not modelled: parameters are freed after backward")
