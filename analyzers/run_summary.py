@@ -16,7 +16,7 @@ from fsdp2prof.analyzers.ledger.machine_rules import processor_use
 from fsdp2prof.analyzers.ledger.replayed import that_fit, with_room
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, cost_frac
 from fsdp2prof.analyzers.ledger.words import unrecorded_sentence
-from fsdp2prof.analyzers.memory.room import free_bytes, has_room, is_tight
+from fsdp2prof.analyzers.memory.remedies import free_bytes, has_room, is_tight
 from fsdp2prof.analyzers.steps import known_sum, unrecorded_step, waited_for
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import MeshInfo, ParamGroupInfo, RankManifest

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fsdp2prof.analyzers.layers import block_of, in_phase, named_layer, numbered, times
+from fsdp2prof.analyzers.layers import SITE, block_of, in_phase, named_layer, numbered, times
 from fsdp2prof.analyzers.ledger.book import ALL, Book, main_layer, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.machine_rules import waits_for_processors
 from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
-from fsdp2prof.analyzers.sites import SITE
 from fsdp2prof.analyzers.steps import added_ns, are_unlike
 from fsdp2prof.backends import blocks_its_host
 from fsdp2prof.by_key import grouped, summed

@@ -8,9 +8,9 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
+from fsdp2prof.analyzers.layers import site_name, without_call
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
-from fsdp2prof.analyzers.sites import site_name, without_call
 from fsdp2prof.by_key import grouped
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.units import format_frac, plural

@@ -8,14 +8,13 @@ from dataclasses import replace
 from functools import partial
 from statistics import median_high
 
-from fsdp2prof.analyzers.layers import named_layer, numbered
+from fsdp2prof.analyzers.layers import SITE, named_layer, numbered, without_call
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.host_rules import pausing_at, steady_pauses
 from fsdp2prof.analyzers.ledger.machine_rules import oversubscribed, starved_ranks, waits_for_processors
 from fsdp2prof.analyzers.ranks.stragglers import LATE_FROM_THE_START
 from fsdp2prof.analyzers.ranks.summary import GARBAGE
-from fsdp2prof.analyzers.sites import SITE, without_call
 from fsdp2prof.by_key import summed
 from fsdp2prof.results.communication import LateRank, LateRanks
 from fsdp2prof.results.finding import EvidenceValue

@@ -6,10 +6,9 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import combinations
 
-from fsdp2prof.analyzers.layers import in_phase
+from fsdp2prof.analyzers.layers import SITE, in_phase
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
-from fsdp2prof.analyzers.sites import SITE
 from fsdp2prof.by_key import grouped, summed
 from fsdp2prof.results.ledger import LedgerEntry
 

@@ -27,8 +27,7 @@ from fsdp2prof.analyzers.memory.peak import (
     timeline,
 )
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
-from fsdp2prof.analyzers.memory.remedies import Request, remedies_at
-from fsdp2prof.analyzers.memory.room import is_tight
+from fsdp2prof.analyzers.memory.remedies import Request, is_tight, remedies_at
 from fsdp2prof.analyzers.memory.wording import memory_advice, memory_verdict
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.finding import SEVERITIES, Finding

@@ -13,6 +13,7 @@ from fsdp2prof.analyzers.memory.prepared import PreparedRecording, live_at
 from fsdp2prof.analyzers.recorded_groups import forwards_of_a_backward
 from fsdp2prof.labels import is_root, qualified_fqn
 from fsdp2prof.manifest import RankManifest
+from fsdp2prof.results.memory import MemoryAnalysis
 from fsdp2prof.results.peak import Remedy
 from fsdp2prof.tables.allocations import AllocationTable, Stacks
 from fsdp2prof.tables.columns import NEVER, BoolArray, IntArray
@@ -225,3 +226,30 @@ def _dropped(blocks: list[_Block]) -> tuple[int, int]:
     least = [max(0, block.bytes - (min(inputs) if inputs else block.largest)) for block in blocks]
     most = [max(0, block.bytes - min(inputs, default=0)) for block in blocks]
     return sum(least) - max(least), sum(most) - max(most)
+
+
+_TIGHT = 0.85
+"""Part of its device from which on a peak makes memory worth advice."""
+_ROOM = 0.5
+"""Part of its device up to which a peak leaves room for activations that are recomputed now."""
+
+
+def is_tight(memory: MemoryAnalysis) -> bool:
+    """Whether a request failed, or the peak is known to take most of its device."""
+    figures = memory.key_figures
+    full = figures is not None and figures.device_frac is not None and figures.device_frac >= _TIGHT
+    return full or any(rank.oom is not None for rank in memory.ranks)
+
+
+def has_room(memory: MemoryAnalysis | None) -> bool:
+    """Whether less than half of the device is known to be in use at the peak."""
+    figures = None if memory is None else memory.key_figures
+    return figures is not None and figures.device_frac is not None and figures.device_frac < _ROOM
+
+
+def free_bytes(memory: MemoryAnalysis | None) -> int | None:
+    """Return the memory left on the fullest device at its peak; None if its size is unknown."""
+    figures = None if memory is None else memory.key_figures
+    if figures is None or figures.device_total_bytes is None:
+        return None
+    return figures.device_total_bytes - (figures.reserved_bytes or figures.allocated_bytes)

@@ -13,10 +13,10 @@ import numpy.typing as npt
 from fsdp2prof import backends
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
+from fsdp2prof.analyzers.layers import site_name
 from fsdp2prof.analyzers.ledger.charges import Charge, ChargePlace, CollectivePieces, RankCharges
 from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.recorded_groups import repeated_units, untrained_units
-from fsdp2prof.analyzers.sites import site_name
 from fsdp2prof.analyzers.steps import STEP_LABEL
 from fsdp2prof.analyzers.trace.activities import (
     beginning_in,

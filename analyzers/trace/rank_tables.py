@@ -23,9 +23,9 @@ from fsdp2prof.analyzers.launches import (
     launch_calls,
     overlapping_records,
 )
+from fsdp2prof.analyzers.layers import site_name
 from fsdp2prof.analyzers.phases import build_phases
 from fsdp2prof.analyzers.ranks.summary import GARBAGE
-from fsdp2prof.analyzers.sites import site_name
 from fsdp2prof.analyzers.steps import Window, host_steps, step_windows
 from fsdp2prof.analyzers.trace.accounting import (
     Exposure,

@@ -18,8 +18,8 @@ from functools import cached_property
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
+from fsdp2prof.analyzers.layers import SITE
 from fsdp2prof.analyzers.phases import find_rows
-from fsdp2prof.analyzers.sites import SITE
 from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS, outermost
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.analyzers.trace.spans import loading, loading_rows

@@ -17,8 +17,7 @@ from fsdp2prof.files import write_json
 from fsdp2prof.manifest import RecordOptions, Rehearsal, RunInfo
 from fsdp2prof.readers.run.directory import is_run_directory, open_run
 from fsdp2prof.readers.run.documents import node_ranks
-from fsdp2prof.recorder.environment_variables import relevant_environment
-from fsdp2prof.recorder.settings import validate
+from fsdp2prof.recorder.settings import relevant_environment, validate
 from fsdp2prof.run_directory import FLIGHT_RECORDER_FOLDER, MANIFEST_FILE, TRIGGER_FILE, RankRecord, node_file
 
 

@@ -13,7 +13,7 @@ from fsdp2prof.manifest import RecordOptions
 from fsdp2prof.readers.job.stacks import read_stacks
 from fsdp2prof.recorder.hanging import HangWatch, keep_state
 from fsdp2prof.recorder.identity import Identity
-from fsdp2prof.recorder.launch.flight_recorder import buffer_variables
+from fsdp2prof.recorder.launch.recording import buffer_variables
 from fsdp2prof.recorder.rank.session import RankSession
 from fsdp2prof.recorder.settings import Settings
 from fsdp2prof.run_directory import STACKS_FILE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp2prof.analyzers.sites import SITE, site_name, without_call
+from fsdp2prof.analyzers.layers import SITE, site_name, without_call
 
 
 @pytest.mark.parametrize(

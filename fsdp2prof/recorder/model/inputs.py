@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import _profiler_enabled
 
-from fsdp2prof.recorder.model.modes import unseen_by_modes
+from fsdp2prof.recorder.model.members import unseen_by_modes
 
 _TYPES = frozenset(
     {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8}

@@ -1,12 +1,16 @@
-"""Modules, parameters and buffers of a model, found without its methods: an override may do anything."""
+"""Parts of a model, found without its methods, which an override may replace, and without its modes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+from fsdp2prof.storage_tracker import PlainOperators
 
 
 def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -50,3 +54,11 @@ def _named_tensors(module: nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
 def _own(module: nn.Module, kind: str) -> dict[str, Any]:
     found: dict[str, Any] = object.__getattribute__(module, "__dict__")[kind]
     return found
+
+
+@contextmanager
+def unseen_by_modes() -> Iterator[None]:
+    """Hide what is done inside from the training's dispatch and function modes, which may count or raise."""
+    theirs = [one for one in _get_current_dispatch_mode_stack() if not isinstance(one, PlainOperators)]
+    with torch._C.DisableTorchFunction(), _disable_current_modes() if theirs else nullcontext():
+        yield

@@ -13,8 +13,7 @@ from torch.autograd.profiler import record_function
 from fsdp2prof.labels import root_label
 from fsdp2prof.recorder.guard import guard
 from fsdp2prof.recorder.model.inputs import input_digest
-from fsdp2prof.recorder.model.members import named_parameters
-from fsdp2prof.recorder.model.modes import unseen_by_modes
+from fsdp2prof.recorder.model.members import named_parameters, unseen_by_modes
 from fsdp2prof.recorder.model.step_counts import GroupCounts, StepCounts
 
 _COMPARED = 2

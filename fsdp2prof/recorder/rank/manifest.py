@@ -14,15 +14,14 @@ import torch
 from fsdp2prof.files import write_json
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.recorder import devices
-from fsdp2prof.recorder.environment_variables import relevant_environment
 from fsdp2prof.recorder.guard import guard
 from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.model import describe, ownership
-from fsdp2prof.recorder.model.modes import unseen_by_modes
+from fsdp2prof.recorder.model.members import unseen_by_modes
 from fsdp2prof.recorder.model.roots import Roots
 from fsdp2prof.recorder.rank.host import machine_info
 from fsdp2prof.recorder.rank.stepping import OptimizerWatch
-from fsdp2prof.recorder.settings import VARIABLE, Settings, is_selected
+from fsdp2prof.recorder.settings import VARIABLE, Settings, is_selected, relevant_environment
 from fsdp2prof.run_directory import MANIFEST_FILE, rank_folder
 
 

@@ -59,8 +59,8 @@ class Format:
 
 RENDERERS = {
     "text": Format("terminal", "TextRenderer", ".txt"),
-    "json": Format("json", "JsonRenderer", ".json"),
-    "csv": Format("csv", "CsvRenderer", ".csv"),
+    "json": Format("data", "JsonRenderer", ".json"),
+    "csv": Format("data", "CsvRenderer", ".csv"),
     "md": Format("markdown", "MarkdownRenderer", ".md"),
     "html": Format("html", "HtmlRenderer", ".html", page=True),
 }

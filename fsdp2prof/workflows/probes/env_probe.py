@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2prof.recorder.devices import device_info, package_versions
-from fsdp2prof.recorder.environment_variables import relevant_environment
 from fsdp2prof.recorder.identity import identify
+from fsdp2prof.recorder.settings import relevant_environment
 from fsdp2prof.tables.probes import DimensionSum, GatherTime, RankProbe
 
 _REGROUPED = ("dp_shard", "cp", "tp")
