@@ -62,13 +62,8 @@ def mesh_change(value: str, cluster: Cluster | None) -> Change:
             updates = program.points.update_ns
             return pace.host_ns(program) - updates + rounded(updates * kept)
 
-        return replace(
-            changed,
-            job=job,
-            pace=replace(pace, activity_ns=activity_ns, host_ns=host_ns),
-            memory_bytes=changed.memory_bytes if kept == 1 else None,
-            assumptions=(*changed.assumptions, *_assumptions(old, new, cluster)),
-        )
+        notes, more = _assumptions(old, new, cluster), 0 if kept == 1 else None
+        return changed.made(*notes, job=job, more_bytes=more, activity_ns=activity_ns, host_ns=host_ns)
 
     return Change("mesh", value, f"a mesh of {new}", apply)
 

@@ -22,7 +22,7 @@ from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding.groups import ParameterGroup
 from fsdp2prof.estimators.techniques.pipeline_order import neighbours_of
 from fsdp2prof.results.estimate import CommRow
-from fsdp2prof.schedule import Axis, Event, ScheduledGroup, block_counts
+from fsdp2prof.schedule import Axis, Event, block_counts
 from fsdp2prof.units import plural
 
 
@@ -44,8 +44,12 @@ class Ledger:
         payload_bytes: int,
         count: int = 1,
         wire_bytes: int | None = None,
+        together: bool = False,
     ) -> None:
-        """Add ``count`` equal collectives; wire bytes follow from the op unless given. One rank: nothing."""
+        """Add ``count`` collectives of so many bytes each, or ``together``; one rank sends nothing.
+
+        Wire bytes follow from the op unless given.
+        """
         if axis.size == 1 or count == 0:
             return
         if wire_bytes is None:
@@ -53,36 +57,28 @@ class Ledger:
             wire_bytes = passes * payload_bytes * (axis.size - 1) // axis.size
         key = (root, fqn, phase, op, axis.process_group, axis.mesh_dim, dtype, axis.size)
         row = self.rows.setdefault(key, [0, 0, 0])
-        row[0] += count
-        row[1] += count * payload_bytes
-        row[2] += count * wire_bytes
+        times = 1 if together else count
+        row[:] = [row[0] + count, row[1] + times * payload_bytes, row[2] + times * wire_bytes]
+
+    def add_event(self, event: Event, count: int = 1, elements: int | None = None) -> None:
+        """Add a collective of a schedule ``count`` times; ``elements`` are those of all of them together."""
+        self.add(
+            root=event.group.root,
+            fqn=event.group.fqn,
+            phase=event.phase,
+            op=event.op,
+            axis=event.axis,
+            dtype=event.dtype,
+            payload_bytes=event.payload_bytes if elements is None else elements * dtype_bytes(event.dtype),
+            count=count,
+            together=elements is not None,
+        )
 
     def add_events(self, events: Iterable[Event]) -> None:
         """Add the collectives among the events of a schedule."""
         for event in events:
             if event.op not in ("copy_out", "reshard"):
-                self.add(
-                    root=event.group.root,
-                    fqn=event.group.fqn,
-                    phase=event.phase,
-                    op=event.op,
-                    axis=event.axis,
-                    dtype=event.dtype,
-                    payload_bytes=event.payload_bytes,
-                )
-
-    def add_sum(self, group: ScheduledGroup, op: str, axis: Axis, *, count: int, elements: int) -> None:
-        """Add ``count`` reductions of a group that have so many elements together, not all equally many."""
-        if axis.size == 1 or count == 0:
-            return
-        payload = elements * dtype_bytes(group.reduce_dtype)
-        passes = 2 if op == "all_reduce" else 1
-        key = (
-            *(group.root, group.fqn, "backward", op),
-            *(axis.process_group, axis.mesh_dim, group.reduce_dtype, axis.size),
-        )
-        row = self.rows.setdefault(key, [0, 0, 0])
-        row[:] = [row[0] + count, row[1] + payload, row[2] + passes * payload * (axis.size - 1) // axis.size]
+                self.add_event(event)
 
     def add_forward_of(self, other: Ledger, root: int) -> None:
         """Add what ``other`` has of forward, as of the root with that index."""

@@ -59,6 +59,16 @@ class Changed:
     """More memory at the peak, on one rank, at most; None is not known."""
     assumptions: tuple[str, ...] = ()
 
+    def made(self, *notes: str, job: Job | None = None, more_bytes: int | None = 0, **pace: Any) -> Changed:
+        """Return it with another job, parts of another pace, more memory (None: unknown) and assumptions."""
+        known = more_bytes is not None and self.memory_bytes is not None
+        return Changed(
+            job=self.job if job is None else job,
+            pace=replace(self.pace, **pace),
+            memory_bytes=(self.memory_bytes or 0) + (more_bytes or 0) if known else None,
+            assumptions=(*self.assumptions, *notes),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -168,11 +178,8 @@ def _compute(value: str) -> Change:
             computes = program.points.compute_ns
             return pace.host_ns(program) - computes + rounded(computes / factor)
 
-        return replace(
-            changed,
-            pace=replace(pace, activity_ns=activity_ns, host_ns=host_ns),
-            assumptions=(*changed.assumptions, "every compute kernel or operator speeds up by this factor"),
-        )
+        note = "every compute kernel or operator speeds up by this factor"
+        return changed.made(note, activity_ns=activity_ns, host_ns=host_ns)
 
     return Change("compute", value, f"compute {value} as fast", apply)
 
@@ -201,11 +208,7 @@ def _bandwidth(value: str) -> Change:
         notes = [note]
         if unmet:
             notes.append(f"{unmet} of {len(meetings)} collectives include an unknown wait for other ranks")
-        return replace(
-            changed,
-            pace=replace(pace, activity_ns=activity_ns),
-            assumptions=(*changed.assumptions, *notes),
-        )
+        return changed.made(*notes, activity_ns=activity_ns)
 
     return Change("bandwidth", value, f"links {value} as fast", apply)
 
@@ -286,14 +289,8 @@ def _reduce_dtype(value: str) -> Change:
                 time = np.where(mine, time * _BYTES[dtype] // _BYTES[one], time)
             return time
 
-        return replace(
-            changed,
-            pace=replace(pace, activity_ns=activity_ns),
-            assumptions=(
-                *changed.assumptions,
-                "reduce-scatter time scales with its bytes; casts are unchanged",
-            ),
-        )
+        note = "reduce-scatter time scales with its bytes; casts are unchanged"
+        return changed.made(note, activity_ns=activity_ns)
 
     return Change("reduce_dtype", value, f"reducing gradients in {dtype}", apply)
 
@@ -315,9 +312,8 @@ def _no_host_syncs(changed: Changed) -> Changed:
         )
         job.append(replace(program, points=points))
         job[-1].waits = program.waits  # launches keep their order
-    changed = replace(changed, job=job)
     if not any(map(len, copies.values())):
-        return changed
+        return changed.made(job=job)
     pace = changed.pace
 
     def activity_ns(program: RankProgram) -> IntArray:
@@ -326,16 +322,14 @@ def _no_host_syncs(changed: Changed) -> Changed:
         return time
 
     note = "the copies to the host that were waited for are left out, too"
-    return replace(
-        changed, pace=replace(pace, activity_ns=activity_ns), assumptions=(*changed.assumptions, note)
-    )
+    return changed.made(note, job=job, activity_ns=activity_ns)
 
 
 def _no_data_loader(changed: Changed) -> Changed:
     job = [batches_at_hand(program) for program in changed.job]
     if all(after is before for after, before in zip(job, changed.job, strict=True)):
         raise NotApplicableError("no step in this run gets a batch from a DataLoader")
-    return replace(changed, job=job)
+    return changed.made(job=job)
 
 
 def _no_stragglers(changed: Changed, late: Sequence[int]) -> Changed:
@@ -349,14 +343,8 @@ def _no_stragglers(changed: Changed, late: Sequence[int]) -> Changed:
     if not any((program.activities.meeting[program.launched] >= 0).any() for program in changed.job):
         raise NotApplicableError("the ranks' collectives could not be matched")
     is_never = "is never the last; its own steps" if len(late) == 1 else "are never the last; their steps"
-    return replace(
-        changed,
-        pace=replace(changed.pace, waits_for=left),
-        assumptions=(
-            *changed.assumptions,
-            f"{numbered('rank', late)} {is_never} are left out, before and after",
-        ),
-    )
+    note = f"{numbered('rank', late)} {is_never} are left out, before and after"
+    return changed.made(note, waits_for=left)
 
 
 def _separate(value: str) -> Change:
@@ -374,12 +362,7 @@ def _separate(value: str) -> Change:
         if not any({"all_gather", "reduce_scatter"} <= ops for ops in groups.values()):
             raise NotApplicableError("all-gathers and reduce-scatters do not share a communicator")
         note = "collectives that now run at the same time do not slow each other"
-        return replace(
-            changed,
-            pace=replace(changed.pace, one_communicator=False),
-            memory_bytes=None,
-            assumptions=(*changed.assumptions, note),
-        )
+        return changed.made(note, more_bytes=None, one_communicator=False)
 
     return Change(
         "separate_reduce_scatter_group", value, "a separate communicator for reduce-scatters", apply
@@ -417,16 +400,11 @@ def _wrap(value: str) -> Change:
             for units in merged[program.rank]
         ]
         more = 2 * max(int(each.sum() - each.max()) for each in sizes)  # a unit in use, and the next one
-        return replace(
-            changed,
-            pace=replace(pace, activity_ns=activity_ns),
-            memory_bytes=None if changed.memory_bytes is None else changed.memory_bytes + more,
-            assumptions=(
-                *changed.assumptions,
-                "a block's units are gathered with its first and reduced with its last, one latency each; "
-                "the host work per unit stays, so the gain is a lower bound",
-            ),
+        note = (
+            "a block's units are gathered with its first and reduced with its last, one latency each; "
+            "the host work per unit stays, so the gain is a lower bound"
         )
+        return changed.made(note, more_bytes=more, activity_ns=activity_ns)
 
     return Change("wrap", value, "one FSDP unit for each block", apply)
 
@@ -503,8 +481,7 @@ def _prefetch(phase: str, ahead: int) -> Change:
         now = 1 if phase == "backward" else 0  # groups that are gathered ahead of need by themselves
         more = _largest([one for one in found[0] if one.fqn != found[0][0].fqn], ahead - now)
         job = [prefetched(program, phase, ahead) for program in changed.job]
-        memory = None if changed.memory_bytes is None else changed.memory_bytes + more
-        return replace(changed, job=job, memory_bytes=memory)
+        return changed.made(job=job, more_bytes=more)
 
     return Change(f"{phase}_prefetch", str(ahead), f"explicit {phase} prefetch of {ahead}", apply)
 
@@ -525,9 +502,7 @@ def _reshard(value: str) -> Change:
         after = [gathers(program) for program in job]
         if [len(one) for one in before] == [len(one) for one in after]:
             raise NotApplicableError("the run already does this")
-        more = _kept_bytes(after[0]) - _kept_bytes(before[0])
-        memory = None if changed.memory_bytes is None else changed.memory_bytes + more
-        return replace(changed, job=job, memory_bytes=memory)
+        return changed.made(job=job, more_bytes=_kept_bytes(after[0]) - _kept_bytes(before[0]))
 
     return Change(
         "reshard",
@@ -562,15 +537,8 @@ def _sync(value: str) -> Change:
         if not any(sizes for _, sizes in made):
             raise NotApplicableError("no layer's gradients are reduced more than once between two updates")
         sizes = max((list(sizes.values()) for _, sizes in made), key=sum)
-        known = changed.memory_bytes is not None and all(size >= 0 for size in sizes)
-        return replace(
-            changed,
-            job=[program for program, _ in made],
-            memory_bytes=(changed.memory_bytes or 0) + sum(sizes) if known else None,
-            assumptions=(
-                *changed.assumptions,
-                "accumulating a layer's full gradients takes as long as copying them into their reduction",
-            ),
-        )
+        more = sum(sizes) if all(size >= 0 for size in sizes) else None
+        note = "accumulating a layer's full gradients takes as long as copying them into their reduction"
+        return changed.made(note, job=[program for program, _ in made], more_bytes=more)
 
     return Change("sync", value, "reducing gradients in the last micro-batch only", apply)

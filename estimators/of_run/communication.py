@@ -16,7 +16,7 @@ from fsdp2prof.estimators.description import policy_as_recorded
 from fsdp2prof.estimators.traffic import Ledger
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest, RootInfo
 from fsdp2prof.results.estimate import CommEstimate, EstimatedMesh, EstimatedModel
-from fsdp2prof.schedule import AllReduce, Axis, ScheduledGroup, Sync, steady_step
+from fsdp2prof.schedule import AllReduce, Event, Sync, steady_step
 
 
 def estimate_comm_of_run(
@@ -102,40 +102,15 @@ def _add_counted(infos: Sequence[ParamGroupInfo], manifest: RankManifest, ledger
     bytes."""
     groups = [(info, scheduled_group(info, manifest)) for info in infos]
     for info, group in groups:
-        _add_gathers(
-            ledger, group, "forward", group.shard, (info.gathers or 0) - (info.backward_gathers or 0)
-        )
+        forward = (info.gathers or 0) - (info.backward_gathers or 0)
+        ledger.add_event(Event("all_gather", group, "forward"), forward)
     for info, group in reversed(groups):
-        again = info.post_forward_gathers or 0
-        _add_gathers(ledger, group, "backward", group.shard, (info.backward_gathers or 0) - again)
-        _add_gathers(ledger, group, "backward", group.post_forward, again)
-        ledger.add_sum(
-            group,
-            "reduce_scatter",
-            group.reduce,
-            count=info.reductions or 0,
-            elements=(info.reduced_numel or 0) * group.shard.size,
-        )
-        ledger.add_sum(
-            group,
-            "all_reduce",
-            group.replicate,
-            count=info.all_reductions or 0,
-            elements=info.all_reduced_numel or 0,
-        )
-
-
-def _add_gathers(ledger: Ledger, group: ScheduledGroup, phase: str, axis: Axis, count: int) -> None:
-    ledger.add(
-        root=group.root,
-        fqn=group.fqn,
-        phase=phase,
-        op="all_gather",
-        axis=axis,
-        dtype=group.gather_dtype,
-        payload_bytes=group.gather_bytes,
-        count=count,
-    )
+        again, reduced = info.post_forward_gathers or 0, (info.reduced_numel or 0) * group.shard.size
+        ledger.add_event(Event("all_gather", group, "backward"), (info.backward_gathers or 0) - again)
+        ledger.add_event(Event("all_gather", group, "backward", over_part=True), again)
+        ledger.add_event(Event("reduce_scatter", group, "backward"), info.reductions or 0, reduced)
+        replicas = Event("all_reduce", group, "backward")
+        ledger.add_event(replicas, info.all_reductions or 0, info.all_reduced_numel or 0)
 
 
 def _accumulation(manifest: RankManifest, grad_accum: int | None, sync: Sync | None) -> dict[str, object]:
