@@ -1,50 +1,50 @@
-"""A run as a small baseline, and a run against one: in sums, whatever layers and ranks there are."""
+"""Sides of a comparison and their sums, whatever layers and ranks they have: a baseline is a run's sums."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 from fsdp2prof.analyzers.compare.communication import (
     ALL_LAYERS,
     CollectiveKey,
     CollectiveSums,
-    changes_of_sums,
     sums_of_all_layers,
 )
-from fsdp2prof.analyzers.compare.memory_peaks import compare_peaks
-from fsdp2prof.analyzers.compare.settings import changed, main_settings
-from fsdp2prof.analyzers.compare.sides import (
-    Side,
-    equalities,
-    machine_change,
-    peak_change,
-    unrecorded_of,
-    verdict,
-)
-from fsdp2prof.analyzers.compare.times import (
-    beyond_spread,
-    exposed_change,
-    is_cut,
-    time_change,
-    traced_spread,
-    unrecorded_change,
-    unrecorded_spread,
-)
-from fsdp2prof.analyzers.steps import mean
+from fsdp2prof.analyzers.compare.settings import main_settings
+from fsdp2prof.analyzers.compare.times import is_cut, time_change, traced_spread, unrecorded_spread
+from fsdp2prof.analyzers.steps import mean, unrecorded_step, waited_for
 from fsdp2prof.errors import InputError
 from fsdp2prof.results.comparison import (
     Baseline,
     BaselineCollectives,
     BaselinePeak,
-    ComparedInput,
-    RunComparison,
     StepSpread,
     TimeChange,
 )
+from fsdp2prof.results.estimate import CommEstimate
 from fsdp2prof.results.peak import LayerBytes, Peak
-from fsdp2prof.results.step import BreakdownNs
+from fsdp2prof.results.run import RunSummary
+from fsdp2prof.results.step import BreakdownNs, UnrecordedStep
+from fsdp2prof.results.trace import TraceAnalysis
 
 _MEASURES = ("count", "payload_bytes", "wire_bytes", "total_ns", "exposed_ns", "stall_ns")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """One side of a comparison; missing parts are None."""
+
+    path: str
+    kind: str
+    """As in :class:`ComparedInput`."""
+    trace: TraceAnalysis | None = None
+    communication: CommEstimate | None = None
+    peaks: Mapping[int, Peak] = field(default_factory=dict)
+    """By rank."""
+    run: RunSummary | None = None
+    world_size: int | None = None
+    warnings: Sequence[str] = ()
 
 
 def baseline_of(side: Side) -> Baseline:
@@ -53,10 +53,16 @@ def baseline_of(side: Side) -> Baseline:
         raise InputError(f"{side.path}: is an estimate, not a run: use it directly with compare")
     if is_cut(side.trace):
         raise InputError(f"{side.path}: has no step marks (ProfilerStep#N): a baseline needs whole steps")
+    found = sums_of(side)
+    if not found.windows and not side.peaks and found.unrecorded_step is None:
+        raise InputError(f"{side.path}: has no steps and no memory: nothing to store in a baseline")
+    return found
+
+
+def sums_of(side: Side) -> Baseline:
+    """Sum up one side of a comparison."""
     steps = [step for rank in side.trace.ranks for step in rank.steps] if side.trace else []
     sums = sums_of_all_layers(side.trace) if side.trace else None
-    if not steps and not side.peaks and unrecorded_of(side) is None:
-        raise InputError(f"{side.path}: has no steps and no memory: nothing to store in a baseline")
     ranks = side.trace.ranks if side.trace else []
     recorded = {rank.device for rank in side.run.ranks if rank.device} if side.run else set()
     return Baseline(
@@ -77,40 +83,6 @@ def baseline_of(side: Side) -> Baseline:
         settings=main_settings(side.run),
         processors=None if side.run is None else side.run.processors,
     )
-
-
-def compare_with_baseline(path: str, before: Baseline, after: Side) -> RunComparison:
-    """Compare a run with the baseline at ``path``. Raises ``InputError`` if they have nothing in common."""
-    now = baseline_of(after)
-    step, breakdown = _step_changes(before, now)
-    unrecorded = unrecorded_change(before.unrecorded_step, now.unrecorded_step)
-    communication = changes_of_sums(_sums(before), _sums(now))
-    if step is None and unrecorded is None and (before.peak is None or now.peak is None):
-        raise InputError(f"{path} and {after.path} have no data in common to compare")
-    settings = changed(before.settings, now.settings) if before.settings and now.settings else []
-    spreads = _spreads(before, now)
-    peaks = None if before.peak is None or now.peak is None else (_peak(before.peak), _peak(now.peak))
-    ranks = (before.peak.rank, now.peak.rank) if before.peak and now.peak else (0, 0)
-    comparison = RunComparison(
-        before=_describe(path, before, spreads[0]),
-        after=_describe(after.path, now, spreads[1]),
-        settings=settings,
-        settings_folded=settings,
-        step=step,
-        breakdown=breakdown,
-        exposed=exposed_change(breakdown),
-        unrecorded_step=unrecorded,
-        machine_changed=machine_change(before.processors, now.processors),
-        beyond_spread=beyond_spread(*spreads),
-        communication=communication or [],
-        communication_folded=communication or [],
-        communication_differing=[row for row in communication or [] if not row.equal],
-        communication_equal=None if communication is None else all(row.equal for row in communication),
-        peaks=[] if peaks is None else [peak_change(*peaks, *ranks)],
-        memory=None if peaks is None else compare_peaks(*peaks),
-        warnings=_warnings(path, before, after.path, now, after),
-    )
-    return replace(comparison, verdict=verdict(comparison), equalities=equalities(comparison))
 
 
 def _collectives(key: CollectiveKey, sums: CollectiveSums) -> BaselineCollectives:
@@ -135,7 +107,38 @@ def _fullest(side: Side) -> BaselinePeak | None:
     )
 
 
-def _sums(side: Baseline) -> dict[CollectiveKey, CollectiveSums] | None:
+def unrecorded_of(side: Side) -> UnrecordedStep | None:
+    """Return the steps that pay for no recording, over all ranks."""
+    step = None if side.trace is None else side.trace.unrecorded_step
+    if side.run is not None:
+        step = unrecorded_step(rank.steps for rank in side.run.ranks)
+    return step if side.trace is None else waited_for(step, side.trace.ranks)
+
+
+def step_changes(before: Baseline, after: Baseline) -> tuple[TimeChange | None, list[TimeChange]]:
+    """Return the change of the mean step and of its parts; none without steps on both sides."""
+    if before.step_ns is None or after.step_ns is None:
+        return None, []
+
+    def change(part: str, old: int, new: int) -> TimeChange:
+        return time_change(part, mean(old, before.windows), mean(new, after.windows))
+
+    return change("step", before.step_ns, after.step_ns), [
+        change(part.name, before.breakdown_ns.get(part.name, 0), after.breakdown_ns.get(part.name, 0))
+        for part in fields(BreakdownNs)
+    ]
+
+
+def common_spreads(before: Baseline, after: Baseline) -> tuple[StepSpread | None, StepSpread | None]:
+    """Return the spreads of unrecorded steps, otherwise of traced ones: those that both sides have."""
+    unrecorded = unrecorded_spread(before.unrecorded_step), unrecorded_spread(after.unrecorded_step)
+    return next(
+        (pair for pair in (unrecorded, (before.spread, after.spread)) if None not in pair), (None, None)
+    )
+
+
+def sums_by_key(side: Baseline) -> dict[CollectiveKey, CollectiveSums] | None:
+    """Return the collectives of a baseline as a comparison takes them; None where it has none."""
     if side.collectives is None:
         return None
     return {
@@ -149,26 +152,8 @@ def _sums(side: Baseline) -> dict[CollectiveKey, CollectiveSums] | None:
     }
 
 
-def _step_changes(before: Baseline, after: Baseline) -> tuple[TimeChange | None, list[TimeChange]]:
-    if before.step_ns is None or after.step_ns is None:
-        return None, []
-    return _change("step", before, before.step_ns, after, after.step_ns), [
-        _change(part, before, before.breakdown_ns.get(part, 0), after, after.breakdown_ns.get(part, 0))
-        for part in (field.name for field in fields(BreakdownNs))
-    ]
-
-
-def _change(part: str, before: Baseline, before_ns: int, after: Baseline, after_ns: int) -> TimeChange:
-    return time_change(part, mean(before_ns, before.windows), mean(after_ns, after.windows))
-
-
-def _spreads(before: Baseline, after: Baseline) -> tuple[StepSpread | None, StepSpread | None]:
-    """Return the spreads of unrecorded steps, otherwise of traced ones: those that both sides have."""
-    unrecorded = unrecorded_spread(before.unrecorded_step), unrecorded_spread(after.unrecorded_step)
-    return unrecorded if None not in unrecorded else (before.spread, after.spread)
-
-
-def _peak(peak: BaselinePeak) -> Peak:
+def peak_of(peak: BaselinePeak) -> Peak:
+    """Return the peak of a baseline as a comparison takes it, whose layers are all one."""
     return Peak(
         allocated_bytes=peak.allocated_bytes,
         reserved_bytes=peak.reserved_bytes,
@@ -180,34 +165,3 @@ def _peak(peak: BaselinePeak) -> Peak:
             LayerBytes(fqn=ALL_LAYERS, category=name, bytes=size) for name, size in peak.categories.items()
         ],
     )
-
-
-def _describe(path: str, side: Baseline, spread: StepSpread | None) -> ComparedInput:
-    return ComparedInput(
-        path=path,
-        kind=side.kind,
-        world_size=side.world_size,
-        traced_ranks=list(range(side.traced_ranks)),
-        memory_ranks=[] if side.peak is None else [side.peak.rank],
-        steps=side.windows,
-        step_min_ns=None if side.spread is None else int(side.spread.low_ns),
-        step_max_ns=None if side.spread is None else int(side.spread.high_ns),
-        spread=spread,
-    )
-
-
-def _warnings(path: str, before: Baseline, after_path: str, now: Baseline, after: Side) -> list[str]:
-    lines = [f"{path} is a baseline of sums: layers and ranks are not compared one by one"]
-    for name, old, new in (("times", before.step_ns, now.step_ns), ("memory", before.peak, now.peak)):
-        if (old is None) != (new is None):
-            lines.append(f"{path if old is None else after_path} has no {name}: they are not compared")
-    if before.world_size != now.world_size and None not in (before.world_size, now.world_size):
-        lines.append(
-            f"{before.world_size} ranks before, {now.world_size} after: times and bytes are means per rank"
-        )
-    if before.devices != now.devices and before.devices and now.devices:
-        lines.append(
-            f"{', '.join(before.devices)} before, {', '.join(now.devices)} after: "
-            "their times cannot be compared"
-        )
-    return [*lines, *(f"{after_path}: {text}" for text in after.warnings)]

@@ -10,25 +10,33 @@ A comparison in sentences: the verdict, and what is equal on both sides.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
+from typing import Any
 
-from fsdp2prof.analyzers.compare.communication import communication_changes, largest_first
+from fsdp2prof.analyzers.compare.baseline import (
+    Side,
+    baseline_of,
+    common_spreads,
+    peak_of,
+    step_changes,
+    sums_by_key,
+    sums_of,
+)
+from fsdp2prof.analyzers.compare.communication import changes_of_sums, communication_changes, largest_first
 from fsdp2prof.analyzers.compare.memory_peaks import compare_peaks
-from fsdp2prof.analyzers.compare.settings import device_changes, fold_settings, setting_changes
+from fsdp2prof.analyzers.compare.settings import changed, device_changes, fold_settings, setting_changes
 from fsdp2prof.analyzers.compare.times import (
     beyond_spread,
     exposed_change,
     is_cut,
     layer_pace,
-    step_changes,
-    traced_spread,
     unrecorded_change,
-    unrecorded_spread,
 )
 from fsdp2prof.analyzers.layers import family_name, fold_alike, in_phase, named_layer
-from fsdp2prof.analyzers.steps import known_sum, unrecorded_step, waited_for
+from fsdp2prof.analyzers.steps import known_sum
 from fsdp2prof.errors import InputError
 from fsdp2prof.results.comparison import (
+    Baseline,
     CommChange,
     CommFigures,
     ComparedInput,
@@ -37,10 +45,8 @@ from fsdp2prof.results.comparison import (
     StepSpread,
     TimeChange,
 )
-from fsdp2prof.results.estimate import CommEstimate
 from fsdp2prof.results.peak import Peak
-from fsdp2prof.results.run import ProcessorUse, RunSummary
-from fsdp2prof.results.step import UnrecordedStep
+from fsdp2prof.results.run import ProcessorUse
 from fsdp2prof.results.trace import RankTrace, TraceAnalysis
 from fsdp2prof.units import format_bytes, format_frac, format_ns, plural
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, category_label, op_label
@@ -128,58 +134,32 @@ _BUSY = 0.1
 """Part of a step that ranks wait for a processor, from which on that is said."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
-    """One side of a comparison; missing parts are None."""
-
-    path: str
-    kind: str
-    """As in :class:`ComparedInput`."""
-    trace: TraceAnalysis | None = None
-    communication: CommEstimate | None = None
-    peaks: Mapping[int, Peak] = field(default_factory=dict)
-    """By rank."""
-    run: RunSummary | None = None
-    world_size: int | None = None
-    warnings: Sequence[str] = ()
-
-
 def compare(before: Side, after: Side) -> RunComparison:
     """Compare two sides in all they share. Raises ``InputError`` if that is nothing."""
     cut = [side for side in (before, after) if is_cut(side.trace)]
     traces = (None, None) if cut else (before.trace, after.trace)
     communication = communication_changes(traces[0] or before.communication, traces[1] or after.communication)
-    step, breakdown = step_changes(*traces)
     pace = layer_pace(before.trace, after.trace) if cut else None
-    unrecorded = unrecorded_change(unrecorded_of(before), unrecorded_of(after))
-    spreads = _spreads(before, after) if pace is None else pace[1:]
+    old, new = sums_of(before), sums_of(after)
+    spreads = common_spreads(old, new) if pace is None else pace[1:]
     pairs = _rank_pairs(before.peaks, after.peaks)
-    if step is None and unrecorded is None and communication is None and pace is None and not pairs:
-        raise InputError(
-            _uncomparable(cut)
-            if cut
-            else f"{before.path} has {_parts(before)}, {after.path} has {_parts(after)}: nothing to compare"
-        )
     peaks = [peak_change(before.peaks[a], after.peaks[b], a, b) for a, b in pairs]
     peaks.sort(key=lambda row: -row.delta_allocated_bytes)
     settings = setting_changes(before.run, after.run) or device_changes(before.trace, after.trace)
-    machine = machine_change(_processors(before), _processors(after))
-    comparison = RunComparison(
-        before=_describe(before, spreads[0]),
-        after=_describe(after, spreads[1]),
+    machine = machine_change(old.processors, new.processors)
+    comparison = _joined(
+        old,
+        new,
+        spreads,
+        communication,
+        whole=not cut,
+        before=_described(before, old, spreads[0]),
+        after=_described(after, new, spreads[1]),
         settings=settings,
         settings_folded=fold_settings(settings),
-        step=step,
-        breakdown=breakdown,
-        exposed=exposed_change(breakdown),
-        unrecorded_step=unrecorded,
         layer_pace=None if pace is None else pace[0],
-        machine_changed=machine,
-        beyond_spread=beyond_spread(*spreads),
-        communication=communication or [],
         communication_folded=fold_changes(communication or []),
         communication_differing=fold_differing(communication or []),
-        communication_equal=None if communication is None else all(row.equal for row in communication),
         peaks=peaks,
         memory=compare_peaks(before.peaks[peaks[0].before_rank], after.peaks[peaks[0].after_rank])
         if peaks
@@ -192,6 +172,67 @@ def compare(before: Side, after: Side) -> RunComparison:
         before_timeline=before.trace.timeline if before.trace else None,
         after_timeline=after.trace.timeline if after.trace else None,
     )
+    known = (comparison.step, comparison.unrecorded_step, communication, pace)
+    if not pairs and all(part is None for part in known):
+        raise InputError(
+            _uncomparable(cut)
+            if cut
+            else f"{before.path} has {_parts(before)}, {after.path} has {_parts(after)}: nothing to compare"
+        )
+    return comparison
+
+
+def compare_with_baseline(path: str, before: Baseline, after: Side) -> RunComparison:
+    """Compare a run with the baseline at ``path``. Raises ``InputError`` if they have nothing in common."""
+    now = baseline_of(after)
+    communication = changes_of_sums(sums_by_key(before), sums_by_key(now))
+    settings = changed(before.settings, now.settings) if before.settings and now.settings else []
+    spreads = common_spreads(before, now)
+    ends = before.peak, now.peak
+    peaks = None if ends[0] is None or ends[1] is None else (peak_of(ends[0]), peak_of(ends[1]))
+    ranks = (ends[0].rank, ends[1].rank) if ends[0] and ends[1] else (0, 0)
+    comparison = _joined(
+        before,
+        now,
+        spreads,
+        communication,
+        before=_describe(path, before, spreads[0], *_counted_ranks(before)),
+        after=_describe(after.path, now, spreads[1], *_counted_ranks(now)),
+        settings=settings,
+        settings_folded=settings,
+        communication_folded=communication or [],
+        communication_differing=[row for row in communication or [] if not row.equal],
+        peaks=[] if peaks is None else [peak_change(*peaks, *ranks)],
+        memory=None if peaks is None else compare_peaks(*peaks),
+        warnings=_baseline_warnings(path, before, after.path, now, after),
+    )
+    if comparison.step is None and comparison.unrecorded_step is None and peaks is None:
+        raise InputError(f"{path} and {after.path} have no data in common to compare")
+    return comparison
+
+
+def _joined(
+    old: Baseline,
+    new: Baseline,
+    spreads: Sequence[StepSpread | None],
+    communication: list[CommChange] | None,
+    *,
+    whole: bool = True,
+    **parts: Any,
+) -> RunComparison:
+    """Compare the sums of two sides; steps only if both are ``whole``. ``parts`` are the other fields."""
+    step, breakdown = step_changes(old, new) if whole else (None, [])
+    comparison = RunComparison(
+        step=step,
+        breakdown=breakdown,
+        exposed=exposed_change(breakdown),
+        unrecorded_step=unrecorded_change(old.unrecorded_step, new.unrecorded_step),
+        machine_changed=machine_change(old.processors, new.processors),
+        beyond_spread=beyond_spread(*spreads),
+        communication=communication or [],
+        communication_equal=None if communication is None else all(row.equal for row in communication),
+        **parts,
+    )
     return replace(comparison, verdict=verdict(comparison), equalities=equalities(comparison))
 
 
@@ -201,10 +242,6 @@ def _uncomparable(cut: Sequence[Side]) -> str:
         f"{names}: without step marks (ProfilerStep#N) the capture counts as one step, so steps and "
         "collectives per step are not compared; capture whole steps, or record with fsdp2prof"
     )
-
-
-def _processors(side: Side) -> ProcessorUse | None:
-    return None if side.run is None else side.run.processors
 
 
 def _busy(side: Side) -> list[str]:
@@ -221,35 +258,31 @@ def _busy(side: Side) -> list[str]:
     ]
 
 
-def _describe(side: Side, spread: StepSpread | None) -> ComparedInput:
-    whole = () if is_cut(side.trace) else _ranks(side.trace)
-    durations = [step.duration_ns for rank in whole for step in rank.steps]
+def _describe(
+    path: str, sums: Baseline, spread: StepSpread | None, traced: list[int], memory: list[int]
+) -> ComparedInput:
     return ComparedInput(
-        path=side.path,
-        kind=side.kind,
-        world_size=side.world_size,
-        traced_ranks=[rank.rank for rank in _ranks(side.trace)],
-        memory_ranks=sorted(side.peaks),
-        steps=len(durations),
-        step_min_ns=min(durations, default=None),
-        step_max_ns=max(durations, default=None),
+        path=path,
+        kind=sums.kind,
+        world_size=sums.world_size,
+        traced_ranks=traced,
+        memory_ranks=memory,
+        steps=sums.windows,
+        step_min_ns=None if sums.spread is None else int(sums.spread.low_ns),
+        step_max_ns=None if sums.spread is None else int(sums.spread.high_ns),
         spread=spread,
     )
 
 
-def _spreads(before: Side, after: Side) -> tuple[StepSpread | None, StepSpread | None]:
-    """Return the spreads of unrecorded steps, otherwise of traced ones: those that both sides have."""
-    unrecorded = unrecorded_spread(unrecorded_of(before)), unrecorded_spread(unrecorded_of(after))
-    traced = traced_spread(before.trace), traced_spread(after.trace)
-    return next((pair for pair in (unrecorded, traced) if None not in pair), (None, None))
+def _described(side: Side, sums: Baseline, spread: StepSpread | None) -> ComparedInput:
+    if is_cut(side.trace):
+        sums = replace(sums, windows=0, spread=None)
+    return _describe(side.path, sums, spread, [rank.rank for rank in _ranks(side.trace)], sorted(side.peaks))
 
 
-def unrecorded_of(side: Side) -> UnrecordedStep | None:
-    """Return the steps that pay for no recording, over all ranks."""
-    step = None if side.trace is None else side.trace.unrecorded_step
-    if side.run is not None:
-        step = unrecorded_step(rank.steps for rank in side.run.ranks)
-    return step if side.trace is None else waited_for(step, side.trace.ranks)
+def _counted_ranks(side: Baseline) -> tuple[list[int], list[int]]:
+    """Return stand-ins for the traced ranks, of which a baseline has the number, and the rank of its peak."""
+    return list(range(side.traced_ranks)), [] if side.peak is None else [side.peak.rank]
 
 
 def _rank_pairs(before: Mapping[int, Peak], after: Mapping[int, Peak]) -> list[tuple[int, int]]:
@@ -328,6 +361,23 @@ def _parts(side: Side) -> str:
 
 def _ranks(trace: TraceAnalysis | None) -> list[RankTrace]:
     return [] if trace is None else trace.ranks
+
+
+def _baseline_warnings(path: str, before: Baseline, after_path: str, now: Baseline, after: Side) -> list[str]:
+    lines = [f"{path} is a baseline of sums: layers and ranks are not compared one by one"]
+    for name, old, new in (("times", before.step_ns, now.step_ns), ("memory", before.peak, now.peak)):
+        if (old is None) != (new is None):
+            lines.append(f"{path if old is None else after_path} has no {name}: they are not compared")
+    if before.world_size != now.world_size and None not in (before.world_size, now.world_size):
+        lines.append(
+            f"{before.world_size} ranks before, {now.world_size} after: times and bytes are means per rank"
+        )
+    if before.devices != now.devices and before.devices and now.devices:
+        lines.append(
+            f"{', '.join(before.devices)} before, {', '.join(now.devices)} after: "
+            "their times cannot be compared"
+        )
+    return [*lines, *(f"{after_path}: {text}" for text in after.warnings)]
 
 
 _SAME = 0.0005

@@ -4,32 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import fields
 from statistics import median
 
 from fsdp2prof.analyzers.steps import mean
 from fsdp2prof.results.comparison import StepSpread, TimeChange
-from fsdp2prof.results.step import BreakdownNs, LayerPace, StepBreakdown, UnrecordedStep
+from fsdp2prof.results.step import LayerPace, StepBreakdown, UnrecordedStep
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.vocabulary import EXPOSED_PARTS
 
 _ENOUGH = 3
 """Steps of a side from which its spread says something."""
-
-
-def step_changes(
-    before: TraceAnalysis | None, after: TraceAnalysis | None
-) -> tuple[TimeChange | None, list[TimeChange]]:
-    """Return the change of the mean step and of its parts; none without steps on both sides."""
-    sides = [_steps(before), _steps(after)]
-    if not all(sides):
-        return None, []
-    whole = [_mean([step.duration_ns for step in side]) for side in sides]
-    parts = [field.name for field in fields(BreakdownNs)]
-    return time_change("step", *whole), [
-        time_change(part, *(_mean([getattr(step.breakdown_ns, part) for step in side]) for side in sides))
-        for part in parts
-    ]
 
 
 def exposed_change(breakdown: Sequence[TimeChange]) -> TimeChange | None:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, TypedDict
 import msgspec
 
 from fsdp2prof.analyzers.compare import memory_peaks, sides
-from fsdp2prof.analyzers.compare.baseline import baseline_of, compare_with_baseline
-from fsdp2prof.analyzers.compare.sides import Side
+from fsdp2prof.analyzers.compare.baseline import Side, baseline_of
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.errors import InputError, SnapshotError, UsageError
 from fsdp2prof.files import replacing
@@ -50,7 +49,7 @@ def compare(before: Path, after: Path, **chosen: Unpack[Chosen]) -> RunCompariso
     """
     _refuse_cluster_for_kept(chosen, before, after)
     if (baseline := read_baseline(before)) is not None:
-        return compare_with_baseline(str(before), baseline, read_side(after, **chosen))
+        return sides.compare_with_baseline(str(before), baseline, read_side(after, **chosen))
     pair = read_side(before, **chosen), read_side(after, **chosen)
     if chosen.get("steps") is not None and not any(side.trace for side in pair):
         raise UsageError(f"--steps would have no effect: neither {before} nor {after} has a trace")

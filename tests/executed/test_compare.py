@@ -27,7 +27,8 @@ from support.results import (
 )
 from support.samples import sample
 
-from fsdp2prof.analyzers.compare.sides import Side, compare
+from fsdp2prof.analyzers.compare.baseline import Side
+from fsdp2prof.analyzers.compare.sides import compare
 from fsdp2prof.analyzers.fail_on import check, parse
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.reporters.documents import build

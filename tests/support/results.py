@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fsdp2prof.analyzers.compare.sides import Side, compare
+from fsdp2prof.analyzers.compare.baseline import Side
+from fsdp2prof.analyzers.compare.sides import compare
 from fsdp2prof.analyzers.run_summary import combine
 from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.results.communication import Attribution, Communication, CrossRank, GroupRow, Straggler

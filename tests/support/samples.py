@@ -10,8 +10,7 @@ from typing import Any
 
 from fsdp2prof.analyzers.balance import RankStep, StepTokens, check_balance
 from fsdp2prof.analyzers.bench import bench_result
-from fsdp2prof.analyzers.compare.baseline import baseline_of
-from fsdp2prof.analyzers.compare.sides import Side
+from fsdp2prof.analyzers.compare.baseline import Side, baseline_of
 from fsdp2prof.analyzers.hang.analysis import analyze_hang
 from fsdp2prof.analyzers.hta.views import critical_path, idle_causes, launch_statistics, trace_diff
 from fsdp2prof.analyzers.nccl.analysis import analyze_nccl

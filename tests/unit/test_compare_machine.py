@@ -13,8 +13,9 @@ from support.results import MS, run_summary, trace_analysis
 from synthetic import Schedule, record, transformer, write, write_run
 
 import fsdp2prof
+from fsdp2prof.analyzers.compare.baseline import Side
 from fsdp2prof.analyzers.compare.settings import changed, device_changes
-from fsdp2prof.analyzers.compare.sides import Side, compare
+from fsdp2prof.analyzers.compare.sides import compare
 from fsdp2prof.analyzers.fail_on import check, judge, parse
 from fsdp2prof.analyzers.ledger.machine_rules import processor_use, starved_ranks
 from fsdp2prof.errors import InputError

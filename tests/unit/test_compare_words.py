@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.results import MIB, MS, memory_analysis, run_summary, trace_analysis
 
+from fsdp2prof.analyzers.compare.baseline import Side
 from fsdp2prof.analyzers.compare.settings import fold_settings, setting_changes
-from fsdp2prof.analyzers.compare.sides import Side, compare
+from fsdp2prof.analyzers.compare.sides import compare
 from fsdp2prof.analyzers.compare.times import beyond_spread
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions

@@ -12,7 +12,8 @@ from support.rendered import text_of
 from support.results import MS, memory_analysis, run_summary, trace_analysis
 from synthetic import Schedule, record, transformer, write
 
-from fsdp2prof.analyzers.compare.sides import Side, compare
+from fsdp2prof.analyzers.compare.baseline import Side
+from fsdp2prof.analyzers.compare.sides import compare
 from fsdp2prof.analyzers.fail_on import check, parse
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds
 from fsdp2prof.analyzers.run_summary import combine
