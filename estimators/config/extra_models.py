@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import msgspec
+
 from fsdp2prof.estimators.config.option import Written
 
 _SIZE = re.compile(r"(\d{1,5})x(\d{1,5})")
@@ -23,8 +25,7 @@ class ImageSize(Written):
         return f"{self.width}x{self.height}"
 
 
-@dataclass(frozen=True, slots=True)
-class ImageSizeText:
+class ImageSizeText(msgspec.Struct, frozen=True):
     """``WIDTHxHEIGHT``, or nothing."""
 
     @property
@@ -79,8 +80,7 @@ class ExtraModels(Written):
         return ",".join([*map(str, self.others), *[ITSELF] * self.runs_itself])
 
 
-@dataclass(frozen=True, slots=True)
-class ExtraModelsText:
+class ExtraModelsText(msgspec.Struct, frozen=True):
     """Models with commas between, each perhaps with its role before it; or nothing."""
 
     @property

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.held_states import LowBits, MasterWeights
@@ -31,8 +33,7 @@ def current_directory_importable() -> Iterator[None]:
 OptimizerImpl = Literal["foreach", "fused", "for-loop"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Implementation:
+class Implementation(msgspec.Struct, frozen=True, kw_only=True):
     """How an optimizer goes over its parameters."""
 
     flags: Mapping[str, bool]
@@ -48,13 +49,12 @@ IMPLEMENTATIONS: Mapping[OptimizerImpl, Implementation] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerKind:
+class OptimizerKind(msgspec.Struct, frozen=True, kw_only=True):
     """One of torch's optimizers, with its defaults unless ``options`` say otherwise."""
 
     class_name: str
     """In ``torch.optim``."""
-    options: Mapping[str, float] = field(default_factory=dict)
+    options: Mapping[str, float] = msgspec.field(default_factory=dict)
     state: tuple[str, ...]
     """State tensors of every parameter, with its shape and dtype: shards under FSDP."""
     counts_steps: bool
@@ -101,8 +101,7 @@ class HeldOptimizer:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerFactory:
+class OptimizerFactory(msgspec.Struct, frozen=True, kw_only=True):
     """An optimizer of the user's own: ``package.module:factory``, called with the trainable parameters."""
 
     source: str

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
+import msgspec
+
 from fsdp2prof.errors import ModelError
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -40,8 +42,7 @@ class Kind(Protocol):
         """Return the typed value. Raises ``ValueError`` with the reason if it is invalid."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
+class Option(msgspec.Struct, frozen=True, kw_only=True):
     """How a field is shown to users."""
 
     default: Any
@@ -129,8 +130,7 @@ class Counted:
         return f"{self.word}:{self.count}"
 
 
-@dataclass(frozen=True, slots=True)
-class ByUnit:
+class ByUnit(msgspec.Struct, frozen=True):
     """A value for all wrapped units and others for some, ``always,norm+output=never``."""
 
     base: Any
@@ -149,8 +149,7 @@ def _written(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Integer:
+class Integer(msgspec.Struct, frozen=True):
     """A whole number within bounds."""
 
     least: int
@@ -170,8 +169,7 @@ class Integer:
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
+class Number(msgspec.Struct, frozen=True):
     """A number, whole or not."""
 
     least: float
@@ -192,8 +190,7 @@ class Number:
         return number
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Flag:
+class Flag(msgspec.Struct, frozen=True, kw_only=True):
     """Yes or no; with ``unset`` also neither."""
 
     unset: bool = False
@@ -212,8 +209,7 @@ class Flag:
         return value
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Words:
+class Words(msgspec.Struct, frozen=True, kw_only=True):
     """One of a few words; if declared so, also an empty value, a word with a count, or a number."""
 
     words: tuple[str, ...]
@@ -270,8 +266,7 @@ def _count(text: str) -> int | None:
     return int(text) or None if _COUNT.fullmatch(text) else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Dtype:
+class Dtype(msgspec.Struct, frozen=True, kw_only=True):
     """A dtype to train in, by torch's name or a short one; with ``none`` also nothing."""
 
     none: bool = False
@@ -292,8 +287,7 @@ class Dtype:
         return name
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
+class Names(msgspec.Struct, frozen=True):
     """Several names, at least one; with ``none`` also nothing."""
 
     example: str
@@ -316,8 +310,7 @@ class Names:
         return tuple(names)
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(msgspec.Struct, frozen=True):
     """Any text, or nothing."""
 
     values: str
@@ -331,8 +324,7 @@ class Text:
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class Regex(Text):
+class Regex(Text, frozen=True):
     """A regular expression, or nothing."""
 
     values: str = "REGEX"
@@ -347,8 +339,7 @@ class Regex(Text):
         return text
 
 
-@dataclass(frozen=True, slots=True)
-class Prefetched:
+class Prefetched(msgspec.Struct, frozen=True):
     """How many of the next blocks, or which units in order, are prefetched."""
 
     most: int
@@ -370,8 +361,7 @@ class Prefetched:
         return int(text)
 
 
-@dataclass(frozen=True, slots=True)
-class YesNo:
+class YesNo(msgspec.Struct, frozen=True):
     """Yes or no, in words."""
 
     @property
@@ -387,8 +377,7 @@ class YesNo:
         return answer
 
 
-@dataclass(frozen=True, slots=True)
-class PerUnit:
+class PerUnit(msgspec.Struct, frozen=True):
     """A value for all wrapped units; after it, or instead of it, ``unit=value`` for some, with commas."""
 
     kind: Kind

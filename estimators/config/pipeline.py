@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import msgspec
+
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.option import Counted
 
@@ -25,8 +27,7 @@ ScheduleWord = Literal["1f1b", "gpipe", "zb1p", "zbv"]
 PipelineSchedule: TypeAlias = ScheduleWord | Interleaved | LoopedBfs | ZeroBubble
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleRule:
+class ScheduleRule(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of one schedule of ``torch.distributed.pipelining``."""
 
     title: str
