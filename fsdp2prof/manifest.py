@@ -329,6 +329,8 @@ class OptimizerInfo(_Record):
     defaults: dict[str, str] = {}
     state_dtypes: dict[str, Amount] = {}
     """Bytes of the optimizer's state on this rank by dtype, without step counters."""
+    learning_rates: list[float | None] = []
+    """Of each of its groups when last described; null where reading it would stop the host."""
 
 
 class UnshardedInfo(_Record):

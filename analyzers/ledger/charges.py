@@ -52,6 +52,9 @@ class Charge:
     bytes: int = 0
     each_bytes: int = 0
     """Payload of each collective that is not FSDP's."""
+    at_once: bool = False
+    """Whether a collective that is not FSDP's follows another, with no matrix product or convolution between:
+    one collective could carry both."""
 
 
 class ChargePlace(NamedTuple):
@@ -101,6 +104,8 @@ class RankCharges:
     """Per analysed collective: the Python line that issued it; null without a recorded stack."""
     by_fsdp: BoolArray
     """Per analysed collective: whether FSDP issued it for a module."""
+    at_once: BoolArray
+    """Per analysed collective: as in :class:`Charge`."""
 
 
 def settle(
@@ -170,6 +175,7 @@ def settle(
             dtype=collectives.dtype[collective],
             group=collectives.process_group[collective],
             each_bytes=0 if own else size,
+            at_once=bool(charges.at_once[collective]),
         )
         entry = found[place]
         entry[0] += other

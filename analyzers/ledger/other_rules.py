@@ -238,6 +238,7 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     again = kind == "all_reduce" and _of_gradients(book, mine)
     by_optimizer = order[0] == "optimizer"
     numbers = kind == "all_reduce" and size <= _A_NUMBER and count >= _MANY
+    gain, saved = cost * (count - 1) / count if numbers and by_optimizer else ALL, "all of them"
     if again:
         more += " Their sizes are those of the gradients' shards, which FSDP has already reduced."
         change = f"Delete {site or 'these all-reduces'}: FSDP reduces gradients in backward."
@@ -249,6 +250,7 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     elif kind == "all_reduce" and all(phases[phase] >= _PART_OF_MODEL * cost for phase in _MODELS):
         more += " The model's forward and backward issue them, as synchronized batch statistics do."
         change = fill(wordings("ledger")["outside_fsdp/in_model"]["change"], {"site": site})
+        gain, saved = sum(one.ns for one in mine if one.at_once), "those that directly follow another"
     elif numbers and by_optimizer:
         more += " The optimizer issues them, one number each, as for a norm per parameter."
         change = fill(wordings("ledger")["outside_fsdp/norms"]["change"], {"site": site})
@@ -264,7 +266,7 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
         mine,
         "outside_fsdp",
         {"per_step": count, "phases": where, "site": site},
-        gain_ns=cost * (count - 1) / count if numbers and by_optimizer else ALL,
+        gain_ns=gain,
         remedy=(numbers or not by_optimizer) and not usual,
         calm=book.is_seen_once(mine),
         known=site,
@@ -274,4 +276,5 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
         by=by,
         more=more,
         change=change,
+        saved=saved,
     )

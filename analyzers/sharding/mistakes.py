@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
 from fsdp2prof.analyzers.findings import listed
-from fsdp2prof.analyzers.layers import block_of
+from fsdp2prof.analyzers.layers import block_of, numbered
 from fsdp2prof.analyzers.recorded_groups import frozen_roots
 from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence, find_in_variables, finding
 from fsdp2prof.by_key import grouped, summed
-from fsdp2prof.manifest import ParamGroupInfo, UnshardedInfo
+from fsdp2prof.manifest import ParamGroupInfo, RankManifest, UnshardedInfo
 from fsdp2prof.results.finding import EvidenceValue, Finding, Severity
 from fsdp2prof.units import dtype_bytes
 
@@ -334,6 +334,30 @@ def _in_another_group(evidence: RunEvidence, ranks: Sequence[int]) -> bool:
     return False
 
 
+def _learning_rates(evidence: RunEvidence) -> Iterator[Finding]:
+    """Find ranks that update shards of one model with different learning rates after the same steps."""
+    compared: set[int] = set()
+    for rank, first in evidence.sharded.items():
+        if rank in compared:
+            continue
+        joined = set().union(*_reduced_by_root(evidence, rank).values()) & evidence.sharded.keys()
+        compared |= joined
+        alike: dict[tuple[float | None, ...], list[int]] = defaultdict(list)
+        for other in sorted(joined):
+            manifest = evidence.sharded[other]
+            if _captured(manifest) == _captured(first):
+                alike[tuple(rate for one in manifest.optimizers for rate in one.learning_rates)].append(other)
+        by_group = [{*rates} for rates in zip(*alike, strict=False)]
+        unlike = [at for at, rates in enumerate(by_group) if len(rates) > 1 and None not in rates]
+        if unlike and len({*map(len, alike)}) == 1:
+            sets = [f"{rates[unlike[0]]} on {numbered('rank', ranks)}" for rates, ranks in alike.items()]
+            yield finding("learning_rates_differ", sets=", ".join(sets))
+
+
+def _captured(manifest: RankManifest) -> list[tuple[int, str]]:
+    return [(one.step, one.kind) for one in manifest.steps if one.kind != "plain"]
+
+
 def _half_states(evidence: RunEvidence) -> Iterator[Finding]:
     for optimizer in evidence.first.optimizers:
         half = {name: size for name, size in optimizer.state_dtypes.items() if name in _HALF and size}
@@ -473,6 +497,7 @@ _RULES: Sequence[Callable[[RunEvidence], Iterator[Finding]]] = (
     _not_reduced,
     _without_gradient,
     _same_inputs,
+    _learning_rates,
     _half_states,
     _unreduced_dimension,
     _shards_of_one,

@@ -308,6 +308,11 @@ _CONVOLUTION, _BACKWARD = "aten::convolution", "aten::convolution_backward"
 """Operators whose work cannot be calculated from their recorded inputs alone."""
 
 
+def is_product(name: str) -> bool:
+    """Whether an operator multiplies matrices, convolves or attends."""
+    return name in PRODUCTS or name in (_CONVOLUTION, _BACKWARD) or ATTENTION.fullmatch(name) is not None
+
+
 def step_flops(trace: Trace, steps: StepTable) -> IntArray:
     """Return the operations of each host-time step; -1 where they are not known.
 

@@ -18,6 +18,7 @@ from fsdp2prof.analyzers.ledger.charges import Charge, ChargePlace, CollectivePi
 from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.recorded_groups import repeated_units, untrained_units
 from fsdp2prof.analyzers.steps import STEP_LABEL
+from fsdp2prof.analyzers.trace.accounting import is_product
 from fsdp2prof.analyzers.trace.activities import (
     beginning_in,
     compiling,
@@ -102,6 +103,7 @@ def rank_charges(tables: RankTables, rank: int) -> RankCharges:
         operator=tables.collectives.operator.take(analysed).compact(),
         site=_callers(tables, own).take(analysed).compact(),
         by_fsdp=own[analysed],
+        at_once=_at_once(tables, own)[analysed],
     )
 
 
@@ -129,6 +131,18 @@ def _callers(tables: RankTables, own: BoolArray) -> Strings:
     for row, line in zip(rows.tolist(), tables.sighted.lines.seen(table.issue_ns[rows], end), strict=True):
         sites[row] = line
     return Strings.intern(sites)
+
+
+def _at_once(tables: RankTables, own: BoolArray) -> BoolArray:
+    """Whether each collective follows another one that FSDP did not issue either, with no product between."""
+    table, events = tables.collectives.table, tables.trace.events
+    rows = np.flatnonzero(~own & (table.issue_ns >= 0))
+    rows = rows[np.argsort(table.issue_ns[rows], kind="stable")]
+    products = np.sort(events.start_ns[events.name.matches(is_product)])
+    before = np.searchsorted(products, table.issue_ns[rows])
+    found = np.zeros(len(table), dtype=np.bool_)
+    found[rows[1:]] = before[1:] == before[:-1]
+    return found
 
 
 class _Charging:

@@ -45,6 +45,11 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
 
 
+def own_data() -> None:
+    """Make the data that a rank draws from here on its own; until here all built the same model."""
+    torch.manual_seed(1 + dist.get_rank())
+
+
 def fsdp2_on_cpu() -> Any:
     """Make accelerate take FSDP2 on a CPU, which it does for accelerators alone; returns its plugin."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -192,6 +197,7 @@ def vision() -> None:
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    own_data()
     images = [(torch.randn(3, 32, 32), index % 10) for index in range(8 * STEPS)]
     for pixels, labels in torch.utils.data.DataLoader(images, batch_size=8):  # type: ignore[arg-type]
         model(pixel_values=pixels, labels=labels).loss.backward()
@@ -218,6 +224,7 @@ def encoder_decoder() -> None:
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    own_data()
     for _ in range(STEPS):
         tokens = torch.randint(256, (4, 32))
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -241,6 +248,7 @@ def torch_transformer() -> None:
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    own_data()
     for _ in range(STEPS):
         model(torch.randn(4, 32, 64)).pow(2).mean().backward()
         optimizer.step()
@@ -265,6 +273,7 @@ def mixture() -> None:
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    own_data()
     for _ in range(STEPS):
         tokens = torch.randint(256, (4, 32))
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -291,6 +300,7 @@ def diffusion() -> None:
     fully_shard(model)
     noise_scheduler = DDPMScheduler(num_train_timesteps=100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    own_data()
     for _ in range(STEPS):
         clean, noise = torch.randn(2, 3, 16, 16), torch.randn(2, 3, 16, 16)
         when = torch.randint(0, 100, (2,))
@@ -317,6 +327,7 @@ def torch_test() -> None:
             fully_shard(module)
     root = fully_shard(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    own_data()
     for _ in range(STEPS):
         optimizer.zero_grad()
         for last in (False, True):
@@ -337,6 +348,7 @@ def distillation() -> None:
             fully_shard(layer)
         fully_shard(model)
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
+    own_data()
     for _ in range(STEPS):
         tokens = torch.randint(256, (4, 32))
         with torch.no_grad():

@@ -152,10 +152,22 @@ def test_gradients_of_ignored_parameters_are_reduced_together_and_not_less_often
 def test_all_reduces_of_forward_and_backward_are_the_models(phase: str) -> None:
     """Synchronized statistics cannot be had less often; metrics and norms can."""
     reduced = {"cause": "other_communication", "op": "all_reduce", "count": 10, "bytes": 1 << 20}
-    found = [reduced | {"ns": 5 * MS, "phase": one} for one in ("forward", phase)]
+    found = [
+        reduced | {"ns": ns, "phase": one, "at_once": at_once}
+        for one in ("forward", phase)
+        for ns, at_once in ((3 * MS, False), (2 * MS, True))
+    ]
     (first,) = told(ledger_of(found, [sharded()]))
     assert first.remedy is not None
     assert ("GroupNorm" in first.remedy.change) is (phase == "backward")
+    assert first.remedy.gain_ns == (4 * MS if phase == "backward" else 10 * MS)
+
+
+def test_statistics_that_are_reduced_together_are_nothing_to_change() -> None:
+    """A product runs between any two of them: each layer has one all-reduce in forward and in backward."""
+    reduced = {"cause": "other_communication", "op": "all_reduce", "count": 10, "bytes": 1 << 20}
+    found = [reduced | {"ns": 5 * MS, "phase": one} for one in ("forward", "backward")]
+    assert not told(ledger_of(found, [sharded()]))
 
 
 @pytest.mark.parametrize(

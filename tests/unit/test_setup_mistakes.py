@@ -16,6 +16,7 @@ from fsdp2prof.analyzers.sharding.check import check_run, check_structure
 from fsdp2prof.analyzers.sharding.mistakes import find_mistakes
 from fsdp2prof.analyzers.sharding.run_evidence import OwnCollectives, RunEvidence, own_collectives_of
 from fsdp2prof.manifest import (
+    OptimizerInfo,
     ParamGroupInfo,
     ProcessGroupInfo,
     RankManifest,
@@ -319,3 +320,37 @@ def test_ranks_that_read_the_same_data_are_named(
 ) -> None:
     beside = [] if group is None else [ProcessGroupInfo(name=group, desc="", backend="gloo", ranks=[0, 1])]
     assert ("same_inputs" in found([alone(0)], inputs=inputs, process_groups=beside)) is named
+
+
+@pytest.mark.parametrize(
+    ("rates", "traced", "named"),
+    [
+        (([1e-3, 0.1], [1e-3, 0.1]), (4, 4), False),
+        (([1e-3, 0.1], [1e-3, 0.2]), (4, 4), True),
+        (([1e-3, 0.1], [1e-3, 0.2]), (4, 5), False),  # a schedule between the two steps
+        (([1e-3, None], [1e-3, 0.2]), (4, 4), False),
+        (([1e-3], [1e-3, 0.2]), (4, 4), False),
+    ],
+)
+def test_ranks_with_learning_rates_of_their_own_are_named(
+    rates: tuple[list[float | None], list[float | None]], traced: tuple[int, int], named: bool
+) -> None:
+    """Only of ranks that were described after the same steps."""
+    manifests = {
+        rank: RankManifest(
+            rank=rank,
+            param_groups=[alone(0)],
+            process_groups=[ProcessGroupInfo(name="1", desc="", backend="gloo", ranks=[0, 1])],
+            optimizers=[
+                OptimizerInfo(
+                    class_name="SGD", state_bytes=0, param_groups=2, parameters=1, learning_rates=rates[rank]
+                )
+            ],
+            steps=[StepInfo(step=traced[rank], start_ns=0, duration_ns=1, kind="traced")],
+        )
+        for rank in range(2)
+    }
+    findings = find_mistakes(RunEvidence(RunInfo(world_size=2), manifests))
+    said = [one.message for one in findings if one.id == "learning_rates_differ"]
+    assert len(said) == named
+    assert not named or "0.1 on rank 0, 0.2 on rank 1" in said[0]

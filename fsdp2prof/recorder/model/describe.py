@@ -6,6 +6,7 @@ What ``torch.compile`` has run in this process, and when it is about to run.
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
@@ -95,9 +96,17 @@ def describe_optimizers(optimizers: Iterable[Optimizer]) -> list[OptimizerInfo]:
             parameters=sum(len(group["params"]) for group in optimizer.param_groups),
             defaults={name: repr(value) for name, value in optimizer.defaults.items()},
             state_dtypes=state_dtypes(tensor for _, _, tensor in _optimizer_state(optimizer)),
+            learning_rates=[_learning_rate(group.get("lr")) for group in optimizer.param_groups],
         )
         for optimizer in optimizers
     ]
+
+
+def _learning_rate(rate: object) -> float | None:
+    """Return a learning rate as a number; None of a tensor that is not a plain one on the CPU."""
+    if type(rate) is torch.Tensor and rate.device.type == "cpu" and rate.numel() == 1:
+        rate = rate.item()
+    return float(rate) if isinstance(rate, (int, float)) and math.isfinite(rate) else None
 
 
 def describe_tensors(
