@@ -445,6 +445,8 @@ class HostStep(_Record):
     """Sampled lines of the training's thread in a traced step, in order of time."""
     callers: list[HostSpan] = []
     """Lines outside every module that had called a module at the sample."""
+    sleeps: list[HostSpan] = []
+    """Times in which the training's thread was seen asleep: neither computing nor ready to (Linux)."""
     python_threads: dict[str, Amount] = {}
     """CPU time of other Python threads with at least 1 % of the step, by sampled line."""
 

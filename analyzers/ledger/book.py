@@ -265,16 +265,19 @@ class Book:
         booked = sum(one.ns for _, one in self.booked if one.cause == "starved")
         return booked + sum(one.ns for one in self.waiting)
 
-    def _waiting_at(self, charges: Iterable[Charge]) -> list[Charge]:
-        """Take the waiting for a processor at the lines of some charges, for their work, unless it is little.
+    def waiting_at(self, charges: Iterable[Charge]) -> list[Charge]:
+        """Return the waiting for a processor at the lines, or for the reasons, of some charges of work.
 
-        A line with less to do has less to wait for.
+        A line with less to do has less to wait for. Empty if it is little.
         """
-        places = {_work(one) for one in charges if one.site and one.cause in RUNNING}
+        places = {_work(one) for one in charges if (one.site or one.why) and one.cause in RUNNING}
         found = [one for one in self.waiting if _work(one) in places]
-        if self.frac(sum(one.ns for one in found)) < self.thresholds.min_cost_frac:
-            return []
-        self.waiting = [one for one in self.waiting if _work(one) not in places]
+        return found if self.frac(sum(one.ns for one in found)) >= self.thresholds.min_cost_frac else []
+
+    def _take_waiting_at(self, charges: Iterable[Charge]) -> list[Charge]:
+        found = self.waiting_at(charges)
+        taken = set(map(id, found))
+        self.waiting = [one for one in self.waiting if id(one) not in taken]
         return found
 
     def _room_ns(self, charges: Iterable[Charge]) -> float:
@@ -333,7 +336,7 @@ class Book:
             return
         own = sum(charge.ns for charge in charges)
         if remedy and not calm and wordings("ledger").get(key, {}).get("change"):
-            charges = [*charges, *self._waiting_at(charges)]
+            charges = [*charges, *self._take_waiting_at(charges)]
         total = sum(charge.ns for charge in charges)
         cost = self.frac(total)
         values = {"cost": self.per_step(total), "rank": rank, "fqn": fqn, **(evidence or {}), **said}

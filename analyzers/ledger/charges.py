@@ -41,6 +41,8 @@ class Charge:
     caught_up: bool = False
     """Of a wait: afterwards the device idles for the host's launches, before the host next stops for it, and
     without the wait it would only idle longer."""
+    asleep: bool = False
+    """Of a pause: whether the thread slept, and so waited for no processor."""
     detail: str | None = None
     """More on the why, in words."""
     operator: str | None = None
@@ -69,11 +71,13 @@ class ChargePlace(NamedTuple):
     why: str | None
     late_rank: int | None = None
     caught_up: bool = False
+    asleep: bool = False
     detail: str | None = None
     operator: str | None = None
     dtype: str | None = None
     group: str | None = None
     each_bytes: int = 0
+    at_once: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -182,7 +182,7 @@ def _pool(book: Book, causes: Sequence[str]) -> Counter[tuple[int, int]]:
     pool: Counter[tuple[int, int]] = Counter()
     for cause in causes:
         for one in book.left(cause):
-            pool[one.rank, one.step] += one.ns
+            pool[one.rank, one.step] += 0 if one.asleep else one.ns
     return pool
 
 
@@ -217,7 +217,7 @@ def _taken(book: Book, amounts: Mapping[tuple[int, int], int], causes: Sequence[
     pool = _pool(book, causes)
     mine = []
     for cause in causes:
-        for one in book.take(cause):
+        for one in book.take(cause, lambda one: not one.asleep):
             whole = pool[one.rank, one.step]
             part = one.ns * min(whole, amounts.get((one.rank, one.step), 0)) // whole if whole else 0
             mine += [replace(one, ns=part, cause="starved", count=0)] if part else []

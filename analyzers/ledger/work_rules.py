@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from math import prod
 
@@ -40,7 +40,7 @@ def enter_untrained(book: Book) -> None:
         for one in book.take(cause, partial(_is_untrained, units))
     ]
     names = list(dict.fromkeys(name for names in units.values() for name in names))
-    if _is_worth_it(book, sum(one.ns for one in mine)):
+    if _is_worth_it(book, sum(one.ns for one in mine), mine):
         frozen = {
             qualified_fqn(group.fqn, group.root, one.root_count)
             for one in book.manifests
@@ -79,7 +79,7 @@ def enter_repeated_forward(book: Book) -> None:
             lambda one: one.why == "repeated" or (one.cause == "communication" and one.fqn in units),
         )
     ]
-    if _is_worth_it(book, sum(one.ns for one in mine)):
+    if _is_worth_it(book, sum(one.ns for one in mine), mine):
         book.enter(mine, "repeated_forward", where=main_layers(mine))
     else:
         book.put_back(mine)
@@ -104,7 +104,7 @@ def enter_repeated_update(book: Book) -> None:
         return
     mine = book.take("compute", lambda one: one.why == "update")
     gain = sum(one.ns for one in mine) * (ranks - 1) / ranks - sum(one.ns for one in beside)
-    if _is_worth_it(book, gain):
+    if _is_worth_it(book, gain, mine):
         book.enter(mine, "repeated_update", gain_ns=gain, ranks=ranks, site=book.main_site(beside))
     else:
         book.put_back(mine)
@@ -137,7 +137,7 @@ def _evaluation(book: Book) -> None:
     gathered = gathers >= _HALF * forwards * max(1, len(book.groups))
     rows, again = (sum(one.count for one in mine if one.why == why) for why in ("rows", "again"))
     gain = sum(one.ns for one in mine) * again / max(1, rows)
-    prefix = again >= _HALF * rows > 0 and _is_worth_it(book, gain)
+    prefix = again >= _HALF * rows > 0 and _is_worth_it(book, gain, mine)
     key = "forward_without_backward/generating" if generating else "forward_without_backward"
     book.enter(
         mine,
@@ -356,15 +356,19 @@ def _gain_ns(book: Book, mine: Iterable[Charge], saved: float) -> int:
     return sum(max(0, int(saved * ns) - idle[place]) for place, ns in spent.items())
 
 
-def _is_worth_it(book: Book, gain_ns: float) -> bool:
-    return worth_telling(severity_of(book.frac(gain_ns), book.thresholds, book.on_device))
+def _is_worth_it(book: Book, gain_ns: float, mine: Sequence[Charge]) -> bool:
+    """Whether a gain of some charges is worth a word, with that part of the waiting for their processor."""
+    own = sum(one.ns for one in mine)
+    whole = own + sum(one.ns for one in book.waiting_at(mine))
+    part = book.frac(gain_ns * whole / own) if own else 0.0
+    return worth_telling(severity_of(part, book.thresholds, book.on_device))
 
 
 def _of_kind(book: Book, kind: str, key: str, saved: float) -> None:
     """Enter compute of one kind if another setting would save a worthwhile part of it."""
     mine = book.take("compute", lambda one: one.why == kind)
     gain = _gain_ns(book, mine, saved)
-    if _is_worth_it(book, gain):
+    if _is_worth_it(book, gain, mine):
         site = book.main_site(one for one in mine if not RUNS_AUTOGRAD.search(one.site or ""))
         book.enter(mine, key, {"site": site}, fqn=main_layer(mine), gain_ns=gain, where=main_layers(mine))
     else:
@@ -382,7 +386,7 @@ def _masked_attention(book: Book) -> None:
     seen = max((one.true_frac or 0.0 for one in masks), default=None)
     mine = book.take("compute", lambda one: one.why == "masked")
     gain = _gain_ns(book, mine, _HALF if seen is None else 1 - seen)
-    if _is_worth_it(book, gain):
+    if _is_worth_it(book, gain, mine):
         book.enter(
             mine,
             "masked_attention",
@@ -400,7 +404,7 @@ def _masked_attention(book: Book) -> None:
 def _without_tensor_cores(book: Book) -> None:
     mine, part = _kernels(book, "float32", SINGLE_PRECISION.search)
     gain = _gain_ns(book, mine, _TENSOR_CORES)
-    if part < _MUCH and not _is_worth_it(book, gain):
+    if part < _MUCH and not _is_worth_it(book, gain, mine):
         book.put_back(mine)
         return
     old = any(_OLD.search(one.name or "") for one in book.analysis.kernels)
@@ -412,7 +416,7 @@ def _unfused(book: Book) -> None:
     """Enter memory-bound kernels where they take most of compute, with where most of them run."""
     mine, part = _kernels(book, "memory", moves_memory)
     gain = _gain_ns(book, mine, _HALF)
-    if part < _MOST or not _is_worth_it(book, gain):
+    if part < _MOST or not _is_worth_it(book, gain, mine):
         book.put_back(mine)
         return
     outside = [one for one in mine if one.fqn is None and one.phase != "optimizer"]

@@ -208,12 +208,13 @@ class _Charging:
         op: str | None = None,
         site: str | None = None,
         why: str | None = None,
+        asleep: bool = False,
         count: int = 0,
         size: int = 0,
     ) -> None:
         if not (ns or count or size):
             return
-        entry = self._sums[ChargePlace(step, cause, fqn, phase or "other", op, site, why)]
+        entry = self._sums[ChargePlace(step, cause, fqn, phase or "other", op, site, why, asleep=asleep)]
         entry[0] += ns
         entry[1] += count
         entry[2] += size
@@ -362,13 +363,16 @@ class _Charging:
             again = evaluating * 0
             if cause == "host_bound":
                 again = np.minimum(intervals.covered(self._rerunning, start, end), end - start - evaluating)
+            own = end - start - evaluating - again
+            slept = np.where(
+                long, np.minimum(intervals.covered(self._tables.sighted.sleeps, start, end), own), 0
+            )
             first, group = _groups(window, fqn.codes, phase.codes, site, long, why)
-            sums = [np.zeros(len(first), dtype=np.int64) for _ in range(3)]
-            for total, values in zip(
-                sums, (end - start - evaluating - again, evaluating, again), strict=True
-            ):
+            sums = [np.zeros(len(first), dtype=np.int64) for _ in range(4)]
+            for total, values in zip(sums, (own - slept, slept, evaluating, again), strict=True):
                 np.add.at(total, group, values)
-            own, evaluated, rerun, count = (*(one.tolist() for one in sums), np.bincount(group).tolist())
+            awake, asleep, evaluated, rerun = (one.tolist() for one in sums)
+            count = np.bincount(group).tolist()
             for one in np.argsort(first).tolist():
                 at = int(first[one])
                 step = int(self._tables.windows.step[window[at]])
@@ -377,9 +381,10 @@ class _Charging:
                 layer, when = fqn[at], phase[at]
                 reason = WORKERS if cause == "data_loader" and self._has_workers else WHY[why[at]]
                 reason = GRAPHS if cause == "recording_graphs" else reason
-                self._add(
-                    step, name, own[one], fqn=layer, phase=when, site=where, why=reason, count=count[one]
-                )
+                place: dict[str, Any] = {"fqn": layer, "phase": when, "site": where, "why": reason}
+                counts = (count[one], 0) if awake[one] else (0, count[one])
+                self._add(step, name, awake[one], **place, count=counts[0])
+                self._add(step, name, asleep[one], **place, asleep=True, count=counts[1])
                 self._add(step, "evaluation", evaluated[one], fqn=layer, phase=when)
                 self._add(step, "recompute", rerun[one], phase=when)
         return parts.get("communication", intervals.EMPTY)

@@ -157,6 +157,8 @@ class Sighted:
     """Where it had called a module from, from outside any."""
     collections: Intervals
     """When Python collected garbage."""
+    sleeps: Intervals
+    """When its thread slept: it neither computed nor was ready to."""
 
     def gaps(self, start: IntArray, end: IntArray) -> list[str | None]:
         """Return the line of each interval, ``GARBAGE`` if garbage collections take most of it."""
@@ -174,7 +176,8 @@ def sighted(trace: Trace, manifest: RankManifest | None) -> Sighted:
     lines = _lines([span for one in steps for span in one.lines], base_ns)
     callers = _lines([span for one in steps for span in one.callers], base_ns)
     collected = _times((span for one in steps for span in one.garbage_collections), base_ns)
-    return Sighted(lines, callers, intervals.union(*collected))
+    slept = _times((span for one in steps for span in one.sleeps), base_ns)
+    return Sighted(lines, callers, intervals.union(*collected), intervals.union(*slept))
 
 
 def _lines(spans: list[HostSpan], base_ns: int) -> Lines:

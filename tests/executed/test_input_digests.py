@@ -26,7 +26,7 @@ WORDS = torch.arange(6).view(2, 3)
         ([(torch.zeros(4), WORDS.float().bfloat16().requires_grad_())], True),
         (torch.zeros(4), False),
         ("no tensor", False),
-        (WORDS.t(), False),
+        (WORDS.t(), True),
         (torch.empty(3, device="meta"), False),
     ],
 )

@@ -283,6 +283,7 @@ def test_where_the_host_of_a_traced_step_was(start, sessions, monkeypatch):
     step = next(one for one in sessions[-1].manifest.host_steps if one.step == 1)
     slept = [one for one in step.lines if "test_record_steps.py" in one.line and one.duration_ns > 10_000_000]
     assert any("test_where_the_host" in one.line for one in slept), step.lines
+    assert sum(one.duration_ns for one in step.sleeps) > 10_000_000, step.sleeps
     assert step.garbage_collection_ns > 1_000_000
     assert sum(one.duration_ns for one in step.garbage_collections) <= step.garbage_collection_ns
     assert any("(spin)" in line for line in step.python_threads)

@@ -493,6 +493,31 @@ def test_a_line_has_its_share_of_the_waiting_for_a_processor(
     assert [one.remedy.gain_ns for one in found if one.remedy] == [one.ns for one in found]
 
 
+def busy(computing_ms: int, waiting_ms: int) -> list[RankManifest]:
+    """Two ranks whose threads compute and wait for a processor in both steps."""
+    steps = [
+        HostStep(step=step, main_thread_cpu_ns=computing_ms * MS, main_thread_waiting_ns=waiting_ms * MS)
+        for step in (3, 4)
+    ]
+    return [RankManifest(rank=rank, host_steps=steps) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(("asleep", "waited_ns"), [(True, 37.8 * MS), (False, 45 * MS)])
+def test_a_thread_that_slept_waited_for_no_processor(asleep: bool, waited_ns: float) -> None:
+    """A pause of 8 of 50 ms on a host on which a thread that is ready to run waits 9/10 of the time."""
+    pause = {"cause": "host_pause", "ns": 8 * MS, "asleep": asleep}
+    ledger = ledger_of([pause], busy(10, 90), device="cpu")
+    assert sum(one.ns for one in ledger.entries if one.cause == "starved") == waited_ns
+
+
+def test_work_is_judged_with_the_waiting_for_its_processor() -> None:
+    """Of 8 ms of products in float64 the thread waits 4.8: half of all 8 of 50 ms is worth a word."""
+    products = {"cause": "compute", "ns": 8 * MS, "why": "float64"}
+    (first,) = told(ledger_of([products], busy(10, 30), device="cpu"))
+    assert first.remedy is not None
+    assert (first.id, first.remedy.gain_ns) == ("products_in_float64", 4 * MS)
+
+
 @pytest.mark.parametrize(("waiting_ms", "named"), [(0, True), (10, False)])
 def test_one_long_pause_counts_beyond_the_waiting_for_a_processor(waiting_ms: int, named: bool) -> None:
     """Rank 0 pauses for 20 of 50 ms in its first step alone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -31,7 +31,7 @@ def input_digest(*inputs: Any) -> str | None:
     digest, varies = hashlib.blake2b(digest_size=8), False
     with torch.no_grad():
         for tensor in islice(_tensors(inputs, _DEEPEST), _TENSORS):
-            spread = tensor.detach().view(-1)[:: max(1, tensor.numel() // _SAMPLE)]
+            spread = tensor.detach()[_spread(tensor.shape)]
             sample = spread.cpu().contiguous().view(torch.uint8).numpy().tobytes()
             size = tensor.element_size()
             varies |= sample != sample[:size] * (len(sample) // size)
@@ -39,10 +39,22 @@ def input_digest(*inputs: Any) -> str | None:
     return digest.hexdigest() if varies else None
 
 
+def _spread(shape: Sequence[int]) -> tuple[slice, ...]:
+    """Return which elements of a tensor are read: every n-th of each dimension, few enough in all."""
+    dims = list(range(len(shape)))
+    each = dict.fromkeys(dims, 1)
+    left = _SAMPLE
+    for at, dim in enumerate(sorted(dims, key=lambda dim: shape[dim])):
+        most = max(1, int(left ** (1 / (len(dims) - at))))
+        each[dim] = -(-shape[dim] // most)
+        left //= -(-shape[dim] // each[dim])
+    return tuple(slice(None, None, each[dim]) for dim in dims)
+
+
 def _tensors(inputs: Any, depth: int) -> Iterator[torch.Tensor]:
     for one in inputs.values() if type(inputs) is dict else inputs:
         if type(one) is torch.Tensor:
-            if one.dtype in _TYPES and one.is_contiguous() and is_readable(one):
+            if one.dtype in _TYPES and is_readable(one):
                 yield one
         elif depth and type(one) in (tuple, list, dict):
             yield from _tensors(one, depth - 1)

@@ -17,9 +17,10 @@ import sysconfig
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from io import FileIO
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,6 +35,8 @@ _INTERVAL_S = 0.005
 """Time between two looks: the interpreter's own interval for switching threads."""
 _MOST = 2_000
 """Spans kept of one step."""
+_STATE_BYTES = 64
+"""Enough to hold a thread's state, which follows its name."""
 _SHORT_NS = 100_000
 """Garbage collections below this are summed and not listed."""
 _LIBRARIES = tuple(f"{Path(str(one.__file__)).parent}{os.sep}" for one in (torch, fsdp2prof))
@@ -45,33 +48,53 @@ _WRAPPERS = frozenset(
 """Names of functions that only call another."""
 
 
+Seen = tuple[list[HostSpan], list[HostSpan], list[HostSpan]]
+"""Lines of a thread, lines that had called a module, and times in which it slept, each in order."""
+
+
 class Sightings:
     """Where one thread is, from :meth:`begin` to :meth:`end`."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
+        self._state = Path(f"/proc/self/task/{threading.get_native_id()}/stat")
         self._over = threading.Event()
-        self._spans: tuple[list[HostSpan], list[HostSpan]] = [], []
+        self._spans: Seen = [], [], []
         guard.thread("host", self._watch)
 
-    def end(self) -> tuple[list[HostSpan], list[HostSpan]]:
-        """Stop looking; return the lines that were seen and those that had called a module, in order."""
+    def end(self) -> Seen:
+        """Stop looking and return what was seen."""
         self._over.set()
-        spans, self._spans = self._spans, ([], [])
+        spans, self._spans = self._spans, ([], [], [])
         return spans
 
     def _watch(self) -> None:
-        spans, last = self._spans, ["", ""]
+        with ExitStack() as stack:
+            state = None
+            with suppress(OSError):  # not Linux
+                state = stack.enter_context(self._state.open("rb", buffering=0))
+            self._look(state)
+
+    def _look(self, state: FileIO | None) -> None:
+        spans, last = self._spans, ["", "", ""]
         while not self._over.wait(_INTERVAL_S) and len(spans[0]) < _MOST:
             frame = sys._current_frames().get(self._thread)
             now = time.time_ns()
-            lines = [_line(frame), _line(_caller(frame))]
+            lines = [_line(frame), _line(_caller(frame)), "asleep" if _sleeps(state) else ""]
             for seen, line, before in zip(spans, lines, last, strict=True):
                 if line and line == before:
                     seen[-1].duration_ns = max(0, now - seen[-1].start_ns)
                 elif line:
                     seen.append(HostSpan(start_ns=now, line=line))
             last = lines
+
+
+def _sleeps(state: FileIO | None) -> bool:
+    """Whether a thread neither runs nor is ready to: it sleeps, or waits for I/O (proc(5), ``stat``)."""
+    text = b""
+    with suppress(OSError):
+        text = b"" if state is None else os.pread(state.fileno(), _STATE_BYTES, 0)
+    return text.rpartition(b") ")[2][:1] in (b"S", b"D")
 
 
 class Collections:
@@ -291,7 +314,7 @@ class HostLoad:
             return None
         now = _read()
         collections, sightings = self._collections, self._sightings
-        lines, callers = ([], []) if sightings is None else sightings.end()
+        lines, callers, sleeps = ([], [], []) if sightings is None else sightings.end()
         self.stop()
         seen = HostStep(
             step=step,
@@ -306,6 +329,7 @@ class HostLoad:
             garbage_collections=[] if collections is None else collections.spans,
             lines=lines,
             callers=callers,
+            sleeps=sleeps,
             python_threads=_threads(before, now),
         )
         if before.machine is not None and now.machine is not None:
