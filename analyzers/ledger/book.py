@@ -266,11 +266,12 @@ class Book:
         return booked + sum(one.ns for one in self.waiting)
 
     def waiting_at(self, charges: Iterable[Charge]) -> list[Charge]:
-        """Return the waiting for a processor at the lines, or for the reasons, of some charges of work.
+        """Return the waiting for a processor at the lines, or for the kinds of compute, of some charges.
 
         A line with less to do has less to wait for. Empty if it is little.
         """
-        places = {_work(one) for one in charges if (one.site or one.why) and one.cause in RUNNING}
+        named = (one for one in charges if one.site or (one.why and one.cause == "compute"))
+        places = {_work(one) for one in named if one.cause in RUNNING}
         found = [one for one in self.waiting if _work(one) in places]
         return found if self.frac(sum(one.ns for one in found)) >= self.thresholds.min_cost_frac else []
 
