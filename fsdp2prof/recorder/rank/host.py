@@ -17,10 +17,9 @@ import sysconfig
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from io import FileIO
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -57,7 +56,7 @@ class Sightings:
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
-        self._state = Path(f"/proc/self/task/{threading.get_native_id()}/stat")
+        self._state = f"/proc/self/task/{threading.get_native_id()}/stat"
         self._over = threading.Event()
         self._spans: Seen = [], [], []
         guard.thread("host", self._watch)
@@ -69,18 +68,11 @@ class Sightings:
         return spans
 
     def _watch(self) -> None:
-        with ExitStack() as stack:
-            state = None
-            with suppress(OSError):  # not Linux
-                state = stack.enter_context(self._state.open("rb", buffering=0))
-            self._look(state)
-
-    def _look(self, state: FileIO | None) -> None:
         spans, last = self._spans, ["", "", ""]
-        while not self._over.wait(_INTERVAL_S) and len(spans[0]) < _MOST:
+        while not self._over.wait(_INTERVAL_S) and max(map(len, spans)) < _MOST:
             frame = sys._current_frames().get(self._thread)
             now = time.time_ns()
-            lines = [_line(frame), _line(_caller(frame)), "asleep" if _sleeps(state) else ""]
+            lines = [_line(frame), _line(_caller(frame)), "asleep" if _sleeps(self._state) else ""]
             for seen, line, before in zip(spans, lines, last, strict=True):
                 if line and line == before:
                     seen[-1].duration_ns = max(0, now - seen[-1].start_ns)
@@ -89,11 +81,18 @@ class Sightings:
             last = lines
 
 
-def _sleeps(state: FileIO | None) -> bool:
-    """Whether a thread neither runs nor is ready to: it sleeps, or waits for I/O (proc(5), ``stat``)."""
+def _sleeps(state: str) -> bool:
+    """Whether a thread neither runs nor is ready to: it sleeps, or waits for I/O (proc(5), ``stat``).
+
+    The file is opened each time: a descriptor that stays open is one that the training may close and reuse.
+    """
     text = b""
-    with suppress(OSError):
-        text = b"" if state is None else os.pread(state.fileno(), _STATE_BYTES, 0)
+    with suppress(OSError):  # not Linux
+        descriptor = os.open(state, os.O_RDONLY)
+        try:
+            text = os.read(descriptor, _STATE_BYTES)
+        finally:
+            os.close(descriptor)
     return text.rpartition(b") ")[2][:1] in (b"S", b"D")
 
 
