@@ -335,23 +335,29 @@ def _in_another_group(evidence: RunEvidence, ranks: Sequence[int]) -> bool:
 
 
 def _learning_rates(evidence: RunEvidence) -> Iterator[Finding]:
-    """Find ranks that update shards of one model with different learning rates after the same steps."""
+    """Find ranks that update shards of one model with different learning rates after the same steps.
+
+    The order of optimizers means nothing, so the sorted rates of all groups are compared.
+    """
     compared: set[int] = set()
     for rank, first in evidence.sharded.items():
         if rank in compared:
             continue
         joined = set().union(*_reduced_by_root(evidence, rank).values()) & evidence.sharded.keys()
         compared |= joined
-        alike: dict[tuple[float | None, ...], list[int]] = defaultdict(list)
+        alike: dict[tuple[float, ...], list[int]] = defaultdict(list)
         for other in sorted(joined):
             manifest = evidence.sharded[other]
             if _captured(manifest) == _captured(first):
-                alike[tuple(rate for one in manifest.optimizers for rate in one.learning_rates)].append(other)
-        by_group = [{*rates} for rates in zip(*alike, strict=False)]
-        unlike = [at for at, rates in enumerate(by_group) if len(rates) > 1 and None not in rates]
-        if unlike and len({*map(len, alike)}) == 1:
-            sets = [f"{rates[unlike[0]]} on {numbered('rank', ranks)}" for rates, ranks in alike.items()]
-            yield finding("learning_rates_differ", sets=", ".join(sets))
+                rates = [rate for one in manifest.optimizers for rate in one.learning_rates]
+                alike[tuple(sorted(rate for rate in rates if rate is not None))].append(other)
+        if len({*map(len, alike)}) == 1:
+            unlike = next(
+                (at for at, rates in enumerate(zip(*alike, strict=True)) if len({*rates}) > 1), None
+            )
+            if unlike is not None:
+                sets = [f"{rates[unlike]} on {numbered('rank', ranks)}" for rates, ranks in alike.items()]
+                yield finding("learning_rates_differ", sets=", ".join(sets))
 
 
 def _captured(manifest: RankManifest) -> list[tuple[int, str]]:

@@ -116,7 +116,7 @@ def fold_blocks(policy: PolicySpec, blocks: Sequence[str]) -> PolicySpec:
     """
     wrap = tuple(item for item, _ in _folded([(item, None) for item in policy.wrap], blocks))
     folded: dict[str, Any] = {
-        name: replace(option, units=tuple(_folded(option.units, blocks)))
+        name: ByUnit(option.base, tuple(_folded(option.units, blocks)))
         for name in _BY_UNIT
         if isinstance(option := getattr(policy, name), ByUnit)
     }

@@ -326,6 +326,7 @@ def test_ranks_that_read_the_same_data_are_named(
     ("rates", "traced", "named"),
     [
         (([1e-3, 0.1], [1e-3, 0.1]), (4, 4), False),
+        (([1e-3, 0.1], [0.1, 1e-3]), (4, 4), False),  # optimizers have no order
         (([1e-3, 0.1], [1e-3, 0.2]), (4, 4), True),
         (([1e-3, 0.1], [1e-3, 0.2]), (4, 5), False),  # a schedule between the two steps
         (([1e-3, None], [1e-3, 0.2]), (4, 4), False),
