@@ -48,7 +48,7 @@ def torchrun(script: Path, nproc: int, *arguments: str) -> list[str]:
 
 
 def free_port() -> int:
-    """A port that is free and that the system gives nobody: below those it hands out itself."""
+    """A free port below those that the system assigns, so that no other process is given it."""
     for port in range(10_000 + os.getpid() % 20_000, 32_768):
         with socket.socket() as found, suppress(OSError):
             found.bind(("127.0.0.1", port))
