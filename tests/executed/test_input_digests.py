@@ -27,6 +27,8 @@ WORDS = torch.arange(6).view(2, 3)
         (torch.zeros(4), False),
         ("no tensor", False),
         (WORDS.t(), True),
+        ((torch.tensor(3), WORDS), True),
+        (torch.tensor(3), False),
         (torch.empty(3, device="meta"), False),
     ],
 )

@@ -32,7 +32,7 @@ def input_digest(*inputs: Any) -> str | None:
     with torch.no_grad():
         for tensor in islice(_tensors(inputs, _DEEPEST), _TENSORS):
             spread = tensor.detach()[_spread(tensor.shape)]
-            sample = spread.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            sample = spread.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             size = tensor.element_size()
             varies |= sample != sample[:size] * (len(sample) // size)
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + sample)
