@@ -15,7 +15,7 @@ from fsdp2prof.analyzers.memory import analysis as memory_analysis
 from fsdp2prof.analyzers.memory.peak import fold_layers
 from fsdp2prof.analyzers.steps import window_count
 from fsdp2prof.analyzers.trace.by_layer import arrivals, fold, late_rows
-from fsdp2prof.analyzers.trace.summary import summarise
+from fsdp2prof.analyzers.trace.summary import of_part
 from fsdp2prof.analyzers.trace.timeline import compute_slices
 from fsdp2prof.errors import UsageError
 from fsdp2prof.results.communication import Attribution, GroupRow
@@ -126,7 +126,7 @@ def _ranks_and_steps(analysis: TraceAnalysis, focus: Focus) -> TraceAnalysis:
     gone = ["bandwidth", "kernels", "replayed changes"]
     if focus.steps is not None:
         gone.append("host synchronizations")
-    narrowed = summarise(
+    narrowed = of_part(
         replace(
             analysis,
             ranks=ranks,

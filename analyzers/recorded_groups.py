@@ -99,21 +99,40 @@ def frozen_roots(manifest: RankManifest) -> set[int]:
     return {one.root for one in groups} - {one.root for one in groups if one.requires_grad}
 
 
-def repeated_units(manifest: RankManifest) -> set[str]:
-    """Return the units of frozen roots that get the same inputs in every step, while a trained root does not.
+def repeated_units(manifest: RankManifest) -> dict[str, float]:
+    """Return the units of frozen roots that get the inputs of the step before -> the share of such steps.
 
-    A training that uses one batch again and again is a test of the program, and says nothing.
+    It is 1 for a root whose inputs are the same in every step, while those of a trained root are not. A
+    training that uses one batch again and again is a test of the program, and says nothing.
     """
     frozen = frozen_roots(manifest)
+    read = _same_inputs(manifest, frozen)
+    reused = {root: one for root, one in enumerate(manifest.reused_inputs) if one}
+    varies = any(not all(one) for root, one in reused.items() if root not in frozen)
+    shares = {root: sum(one) / len(one) for root, one in reused.items() if varies or not all(one)}
+    return {
+        qualified_fqn(one.fqn, one.root, manifest.root_count): share
+        for one in manifest.param_groups
+        if one.root in frozen and (share := 1 if one.root in read else shares.get(one.root, 0))
+    }
+
+
+def _same_inputs(manifest: RankManifest, frozen: set[int]) -> set[int]:
+    """Return the frozen roots whose samples of inputs are equal, while those of a trained root differ."""
     seen = {root: {*digests} for root, digests in enumerate(manifest.inputs) if len(digests) > 1}
     if not any(len(digests - {None}) > 1 for root, digests in seen.items() if root not in frozen):
         return set()
-    again = {root for root in frozen if len(seen.get(root, ())) == 1 and None not in seen[root]}
-    return {
-        qualified_fqn(one.fqn, one.root, manifest.root_count)
-        for one in manifest.param_groups
-        if one.root in again
-    }
+    return {root for root in frozen if len(seen.get(root, ())) == 1 and None not in seen[root]}
+
+
+_MOST = 0.5
+"""Share of labels from which on ignoring them late is worth a look."""
+
+
+def ignored_share(manifest: RankManifest) -> float | None:
+    """Return the share of labels that the loss ignores; None if it is less than half, or unknown."""
+    known = [one for one in manifest.ignored_labels if one is not None]
+    return next((one for one in known if one >= _MOST), None) if len(known) == 1 else None
 
 
 def forwards_of_a_backward(manifest: RankManifest) -> int:

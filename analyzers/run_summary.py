@@ -262,7 +262,8 @@ def combine(
         trace = that_fit(trace, free)
     told = {one.id for one in trace.findings} if trace else set()
     if trace is not None and trace.ledger is not None:
-        setup = [_in_a_step(one, trace.ledger) for one in setup if one.id not in _MEASURED]
+        ledger = trace.ledger
+        setup = [one for one in setup if one.id not in _MEASURED and not _is_fast(one, ledger)]
     findings = [
         *(one for one in setup if _belongs(one, told)),
         *(trace.findings if trace else ()),
@@ -304,15 +305,13 @@ _TIMES_GATHERED = 3
 """Bytes of an all-gather in half precision, and of a reduction in float32, of the gathered bytes."""
 
 
-def _in_a_step(one: Finding, ledger: Ledger) -> Finding:
-    """Return a finding about a single all-gather with low severity if it is fast for its step on any link."""
+def _is_fast(one: Finding, ledger: Ledger) -> bool:
+    """Whether a finding is about a single all-gather that is fast for its step on any link."""
     gathered = one.evidence.get("gathered_bytes")
     if one.id != "root_only" or not isinstance(gathered, int):
-        return one
+        return False
     took = _TIMES_GATHERED * gathered / _SLOW_BYTES_PER_S * 1e9
-    step = ledger.unrecorded_step_ns or ledger.step_ns
-    small = took < FindingThresholds().medium_cost_frac * step
-    return replace(one, severity="low") if small else one
+    return took < FindingThresholds().medium_cost_frac * (ledger.unrecorded_step_ns or ledger.step_ns)
 
 
 def _belongs(one: Finding, told: set[str]) -> bool:

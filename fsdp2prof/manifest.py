@@ -509,6 +509,11 @@ class RankManifest(_Record):
     inputs: list[list[str | None]] = []
     """Hashes of the inputs of each root's first two forwards outside captured steps: with gradients, or of a
     frozen root the first one of a step; null without a readable one."""
+    reused_inputs: list[list[bool]] = []
+    """Whether each root's first forward of a step gets the very tensors of the step before, unchanged."""
+    ignored_labels: list[float | None] = []
+    """Share of each root's labels, among the inputs of a forward, that the loss ignores (-100), in samples;
+    null without any."""
     norms: list[str] = []
     """Normalization layers of the models: classes with their modules."""
     process_groups: list[ProcessGroupInfo] = []

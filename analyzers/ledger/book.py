@@ -62,6 +62,8 @@ _REASONS = {
     "in_front": "copies on other streams wait for them",
     "one_hot": "one-hot matrices and products with them",
     "bluestein": "Fourier transforms of a length with a large prime factor",
+    "ignored": "logits of all positions, with those whose labels are ignored",
+    "frozen_gradient": "gradients of frozen weights",
     "masked": "attention with one boolean mask for all samples and heads",
     "contraction": "products that are stored and then summed",
     "unaligned": "matrix products with rows not aligned to 16 bytes",

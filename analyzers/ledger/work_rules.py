@@ -14,7 +14,7 @@ from fsdp2prof.analyzers.ledger.book import ALL, Book, by_layer, main_layer, mai
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.host_rules import RUNS_AUTOGRAD, UPDATING
 from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
-from fsdp2prof.analyzers.recorded_groups import repeated_units, untrained_units
+from fsdp2prof.analyzers.recorded_groups import ignored_share, repeated_units, untrained_units
 from fsdp2prof.backends import SINGLE_PRECISION, moves_memory
 from fsdp2prof.by_key import summed
 from fsdp2prof.labels import qualified_fqn
@@ -69,8 +69,9 @@ def _is_untrained(units: Collection[str], one: Charge) -> bool:
 
 
 def enter_repeated_forward(book: Book) -> None:
-    """Enter forwards of frozen models whose inputs are the same in every step."""
-    units = {unit for one in book.manifests for unit in repeated_units(one)}
+    """Enter forwards of frozen models whose inputs are those of the step before, in every step or in some."""
+    units = {unit: share for one in book.manifests for unit, share in repeated_units(one).items()}
+    share = min(units.values(), default=0.0)
     mine = [
         one
         for cause in ("compute", "fsdp_copy", "host", "communication")
@@ -79,8 +80,10 @@ def enter_repeated_forward(book: Book) -> None:
             lambda one: one.why == "repeated" or (one.cause == "communication" and one.fqn in units),
         )
     ]
-    if _is_worth_it(book, sum(one.ns for one in mine), mine):
-        book.enter(mine, "repeated_forward", where=main_layers(mine))
+    gain = share * sum(one.ns for one in mine)
+    if _is_worth_it(book, gain, mine):
+        key = "repeated_forward" if share == 1 else "repeated_forward/in_turn"
+        book.enter(mine, key, {"repeated_frac": share}, gain_ns=gain, where=main_layers(mine))
     else:
         book.put_back(mine)
 
@@ -296,6 +299,9 @@ section 4.1)."""
 _STORED = 3 / 4
 """Part of products that are stored and then summed which a matrix product saves at least: it reads factors
 and writes sums, each at most an eighth of what is written and read again."""
+_APPLIED = 1 / 2
+"""Part of the products for gradients of frozen weights that an adapter applied to activations saves: its own
+products are thin, but read and write the activations several times more."""
 _BLUESTEIN = 3 / 4
 """Part of such a Fourier transform that padding saves at least: Bluestein's algorithm makes two transforms
 of at least twice the length."""
@@ -305,15 +311,17 @@ _OLD = re.compile(r"^(?:volta|turing)_")
 
 def enter_kernels(book: Book) -> None:
     """Enter the compute of kernels that another setting would make faster."""
-    _of_kind(book, "float64", "compute_in_float64", _HALF)
+    _of_kind(book, "float64", "compute_in_float64" if book.on_device else "compute_in_float64/cpu", _HALF)
     _of_kind(book, "one_hot", "one_hot_products", 1)
+    _ignored_labels(book)
+    _of_kind(book, "frozen_gradient", "frozen_gradients", _APPLIED)
+    _masked_attention(book)
     if not book.on_device:
         return
     _without_tensor_cores(book)
     if _computes_in_half(book):
         _of_kind(book, "attention_in_float32", "attention_in_float32", _TENSOR_CORES)
     _of_kind(book, "scores", "attention_scores", _SAVED_BY_FLASH)
-    _masked_attention(book)
     _of_kind(book, "contraction", "stored_products", _STORED)
     _of_kind(book, "bluestein", "fourier_lengths", _BLUESTEIN)
     _of_kind(book, "layout", "layout_conversions", 1)
@@ -371,6 +379,20 @@ def _of_kind(book: Book, kind: str, key: str, saved: float) -> None:
     if _is_worth_it(book, gain, mine):
         site = book.main_site(one for one in mine if not RUNS_AUTOGRAD.search(one.site or ""))
         book.enter(mine, key, {"site": site}, fqn=main_layer(mine), gain_ns=gain, where=main_layers(mine))
+    else:
+        book.put_back(mine)
+
+
+def _ignored_labels(book: Book) -> None:
+    """Enter the logits of all positions where the loss ignores most of their labels."""
+    shares = [share for one in book.manifests if (share := ignored_share(one)) is not None]
+    if not shares:
+        return
+    share = sum(shares) / len(shares)
+    mine = book.take("compute", lambda one: one.why == "ignored")
+    gain = _gain_ns(book, mine, share)
+    if _is_worth_it(book, gain, mine):
+        book.enter(mine, "ignored_labels", {"ignored_frac": share}, fqn=main_layer(mine), gain_ns=gain)
     else:
         book.put_back(mine)
 

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
+from fsdp2prof.analyzers.recorded_groups import ignored_share
 from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS, WorkTable, outermost
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.backends import KERNEL_KINDS, KERNEL_PATTERNS, PRODUCT_KERNEL, moves_memory
@@ -33,6 +34,10 @@ _AS_IT_IS = frozenset(
 _ATTENTION = "aten::scaled_dot_product_attention"
 _MASK = 3
 """Position of its mask."""
+_PRODUCT, _FACTORS = "aten::mm", 2
+_LOSS = "aten::nll_loss_forward"
+_SHIFTED = 1.25
+"""Times as many positions as the loss has that logits may have: the last one of a sample has no label."""
 _TIMES = "aten::mul"
 _SUM = "aten::sum"
 _SUM_INPUTS = 3
@@ -53,7 +58,8 @@ def kinds_of_compute(tables: RankTables, work: WorkTable) -> IntArray:
     found[products & update] = KERNEL_KINDS.index("update")
     if len(tables.device):
         found[names.matches(moves_memory)] = KERNEL_KINDS.index("memory")
-        found[_with_a_mask(tables, work)] = KERNEL_KINDS.index("masked")
+    found[_with_a_mask(tables, work)] = KERNEL_KINDS.index("masked")
+    if len(tables.device):
         found[_with_scores(tables, work)] = KERNEL_KINDS.index("scores")
     found[_of_slices(tables, work)] = KERNEL_KINDS.index("sliced")
     if len(tables.device):
@@ -61,6 +67,8 @@ def kinds_of_compute(tables: RankTables, work: WorkTable) -> IntArray:
             found[names.matches(partial(_matches, pattern))] = KERNEL_KINDS.index(kind)
     found[_in_double(tables, work)] = KERNEL_KINDS.index("float64")
     found[_with_one_hot(tables, work)] = KERNEL_KINDS.index("one_hot")
+    found[_of_logits(tables, work)] = KERNEL_KINDS.index("ignored")
+    found[_of_frozen_gradients(tables, work)] = KERNEL_KINDS.index("frozen_gradient")
     if len(tables.device):
         found[_of_contractions(tables, work)] = KERNEL_KINDS.index("contraction")
     return found
@@ -290,6 +298,66 @@ def _masked_tokens(dims: str | None, types: str | None) -> int:
     tokens: int = query[-2]
     square = tokens >= _LEAST and key[-2] == tokens and mask[-2:] == [tokens, tokens]
     return tokens if square and prod(mask[:-2]) == 1 else 0
+
+
+def _of_frozen_gradients(tables: RankTables, work: WorkTable) -> BoolArray:
+    """Whether each activity is of the product that computes the gradient of a frozen matrix in backward.
+
+    Gradients (out, tokens) times activations (tokens, in) have the shape of the weight. A product whose inner
+    size is that of a parameter beside either outer size may be another one, and does not count.
+    """
+    events, shapes = tables.trace.events, tables.trace.shapes
+    weights = (
+        [one for group in tables.manifest.param_groups for one in group.parameters] if tables.manifest else []
+    )
+    trained = {tuple(one.global_shape) for one in weights if one.requires_grad}
+    frozen = {tuple(one.global_shape) for one in weights if not one.requires_grad} - trained
+    if not trained or not frozen:
+        return np.zeros(len(work), dtype=np.bool_)
+    rows = np.flatnonzero(events.name.take(shapes.event).equals(_PRODUCT))
+    sizes = [_shapes(one) for one in shapes.dims.take(rows).to_list()]
+    mine = np.array([makes_gradient(one, frozen, trained) for one in sizes], dtype=np.bool_)
+    backward = tables.phases.phase.lookup(work.phase_row).equals("backward")
+    return _launched_in(events, shapes.event[rows[mine]], work) & backward
+
+
+def makes_gradient(
+    factors: list[tuple[int, ...]], wanted: Container[tuple[int, ...]], known: Container[tuple[int, ...]]
+) -> bool:
+    """Whether a product of two matrices has a wanted shape, and neither factor has a known or wanted one."""
+    if len(factors) != _FACTORS or any(len(one) != _FACTORS for one in factors):
+        return False
+    (rows, inner), (_, columns) = factors
+    sides = [(rows, inner), (inner, rows), (inner, columns), (columns, inner)]
+    made = [(rows, columns), (columns, rows)]
+    return any(one in wanted for one in made) and not any(one in wanted or one in known for one in sides)
+
+
+def _of_logits(tables: RankTables, work: WorkTable) -> BoolArray:
+    """Whether each activity computes logits, their loss or gradients, where the loss ignores some labels."""
+    if tables.manifest is None or ignored_share(tables.manifest) is None:
+        return np.zeros(len(work), dtype=np.bool_)
+    shapes = tables.trace.shapes
+    names = tables.trace.events.name.take(shapes.event)
+    losses = shapes.dims.take(np.flatnonzero(names.equals(_LOSS))).to_list()
+    logits = frozenset(one[0] for one in map(_shapes, losses) if one and len(one[0]) == _FACTORS)
+    if not logits:
+        return np.zeros(len(work), dtype=np.bool_)
+    rows = np.flatnonzero(shapes.dims.matches(partial(has_logits, logits)))
+    rows = rows[names.take(rows).matches(lambda name: name.startswith("aten::"))]
+    return _launched_in(tables.trace.events, shapes.event[rows], work)
+
+
+def has_logits(logits: frozenset[tuple[int, ...]], dims: str) -> bool:
+    """Whether an input or the product of two has the size of some logits, or a few positions more."""
+    inputs = [one for one in _shapes(dims) if len(one) > 1]
+    made = [(one[0], other[-1]) for one, other in pairwise(inputs) if one[-1] == other[0]]
+    turned = [(one[1], one[0]) for one in (*inputs, *made) if len(one) == _FACTORS]
+    return any(
+        one[-1] == classes and positions <= prod(one[:-1]) <= _SHIFTED * positions
+        for one in (*inputs, *made, *turned)
+        for positions, classes in logits
+    )
 
 
 def _with_scores(tables: RankTables, work: WorkTable) -> BoolArray:

@@ -230,8 +230,20 @@ def layer_waits(prefetch: Sequence[PrefetchRow], ranks: Sequence[RankTrace]) -> 
     return sorted(rows, key=lambda row: (row.rank, natural_key(layer_name(row.fqn))))
 
 
+def of_part(analysis: TraceAnalysis) -> TraceAnalysis:
+    """Return the summary of an analysis whose ranks, rows or steps were cut: of those that are left.
+
+    An exact ledger stays that of the whole, since the charges of single ranks are gone.
+    """
+    exact = analysis.ledger is not None and analysis.ledger.exact
+    return summarise(analysis if exact else replace(analysis, ledger=None))
+
+
 def summarise(analysis: TraceAnalysis) -> TraceAnalysis:
-    """Return the analysis with the results that depend on its ranks, rows and findings built again."""
+    """Return the analysis with the results that depend on its ranks and rows built again.
+
+    A ledger stays; see :func:`of_part`.
+    """
     by_rank, windows = rank_means(analysis.ranks), window_count(analysis.ranks)
     by_layer = layer_rows(analysis.groups, windows) if windows else []
     totals = trace_totals(analysis.ranks, by_rank, analysis.attribution)
@@ -252,6 +264,6 @@ def summarise(analysis: TraceAnalysis) -> TraceAnalysis:
         bandwidth_fits=bandwidth_fits(analysis.bandwidth),
         host_sync_places=host_sync_places(analysis.host_syncs, windows),
     )
-    if not summed.rehearsed and (summed.ledger is None or not summed.ledger.exact):
+    if not summed.rehearsed and summed.ledger is None:
         summed = replace(summed, ledger=with_ledger(summed).ledger)
     return replace(summed, verdict=trace_verdict(summed), advice=trace_advice(summed))

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh
 from fsdp2prof.recorder.model import ownership
-from fsdp2prof.recorder.model.inputs import input_digest
+from fsdp2prof.recorder.model.inputs import are_same, identities, ignored_labels, input_digest
 from fsdp2prof.recorder.model.roots import Roots
 
 WORDS = torch.arange(6).view(2, 3)
@@ -56,6 +56,37 @@ def test_nothing_is_read_while_a_profiler_runs() -> None:
     with torch.profiler.profile() as profiler:
         assert input_digest((WORDS,), {}) is None
     assert not [one for one in profiler.events() or () if one.name.startswith("aten::")]
+
+
+@pytest.mark.parametrize(
+    ("labels", "share"),
+    [
+        (torch.tensor([[-100, -100, -100, 4]]), 0.75),
+        (torch.tensor([[-100, 4], [-100, 4], [-100, 4]]).t(), 0.5),  # rows that are not contiguous
+        (torch.full((4, 4096), -100).index_fill(1, torch.arange(2048), 7), 0.5),  # sampled
+        (WORDS, None),
+        (torch.tensor([-100.0, 1.0]), None),
+    ],
+)
+def test_labels_that_the_loss_ignores_are_counted(labels: torch.Tensor, share: float | None) -> None:
+    assert ignored_labels((WORDS,), {"labels": labels}) == share
+
+
+def test_reused_tensors_are_known_without_reading_them() -> None:
+    words, mask = torch.arange(6), torch.ones(2, 3)
+    before = identities((words[:4],), {"mask": mask})
+    with torch.profiler.profile() as profiler:
+        assert are_same(before, identities((words[:4],), {"mask": mask}))
+        assert not are_same(before, identities((words[1:5],), {"mask": mask}))
+        assert not are_same(before, identities((words.clone()[:4],), {"mask": mask}))
+        assert not are_same(before, identities((words[:4],), {}))
+    called = {one.name for one in profiler.events() or ()}
+    assert not called & {"aten::eq", "aten::equal", "aten::_local_scalar_dense"}
+    words.add_(1)
+    assert not are_same(before, identities((words[:4],), {"mask": mask}))
+    del words
+    assert not are_same(before, before)
+    assert not are_same([], [])
 
 
 def test_captured_and_evaluated_forwards_are_left_out() -> None:

@@ -29,6 +29,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader, Dataset
 
+IGNORED = -100
+"""Label of a position that the loss ignores."""
+
 
 @dataclass(kw_only=True)
 class Switches:
@@ -49,7 +52,9 @@ class Switches:
     model: str = "transformer"
     """``transformer``, ``mlp``, ``conv``, ``lstm`` or ``cells``, which run once for each element."""
     attention: str = "fused"
-    """``fused``, or ``heads``: one product after the other."""
+    """``fused``, ``masked`` (the causal mask as a matrix) or ``heads``: one product after the other."""
+    labels: str = "all"
+    """``all``; ``ignored``: an eighth of positions has one; ``selected``: the head runs for those alone."""
     adapters: int = 0
     """Parameters that FSDP ignores, and whose gradients the script reduces."""
     backwards: int = 1
@@ -141,9 +146,9 @@ def parse(arguments: Iterable[str]) -> Switches:
 class Block(nn.Module):
     """Pre-norm attention and feed-forward."""
 
-    def __init__(self, dim: int, heads: int, wide: int, products: int, by_heads: bool) -> None:
+    def __init__(self, dim: int, heads: int, wide: int, products: int, attention: str) -> None:
         super().__init__()
-        self.heads, self.by_heads = heads, by_heads
+        self.heads, self.attention = heads, attention
         self.products = products
         self.attention_norm = nn.LayerNorm(dim)
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
@@ -156,8 +161,11 @@ class Block(nn.Module):
         batch, length, dim = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, dim // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        if self.by_heads:
+        if self.attention == "heads":
             attended = by_heads(query, key, value)
+        elif self.attention == "masked":
+            mask = torch.ones(length, length, dtype=torch.bool).tril()
+            attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         else:
             attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).reshape(batch, length, dim))
@@ -186,6 +194,7 @@ class Transformer(nn.Module):
     def __init__(self, s: Switches) -> None:
         super().__init__()
         slow = s.slow_rank == dist.get_rank()
+        self.selects = s.labels == "selected"
         self.embedding = nn.Embedding(s.vocab, s.dim)
         self.layers = nn.ModuleList(
             Block(
@@ -193,7 +202,7 @@ class Transformer(nn.Module):
                 s.heads,
                 s.wide_layer or 1 if i == s.layers // 2 else 1,
                 s.slow_products * slow,
-                s.attention == "heads",
+                s.attention,
             )
             for i in range(s.layers)
         )
@@ -201,14 +210,18 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(s.dim)
         self.head = nn.Linear(s.dim, s.vocab, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)
         for adapter in self.adapters:
             x = x + adapter
         for layer in self.layers:
             x = layer(x)
+        if labels is not None and self.selects:
+            x, labels = x[labels != IGNORED], labels[labels != IGNORED]
         logits: Tensor = self.head(self.norm(x))
-        return logits
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
 
 
 class Features(nn.Module):
@@ -411,7 +424,12 @@ def prepare(s: Switches, size: int) -> Tensor:
     return torch.randint(s.vocab, (size, length + 1))
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+def loss_of(model: nn.Module, tokens: Tensor, labels: str) -> Tensor:
+    if labels != "all":
+        targets = tokens[:, 1:].clone()
+        targets[:, : -(targets.shape[1] // 8)] = IGNORED
+        loss: Tensor = model(tokens[:, :-1], targets)
+        return loss
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -470,7 +488,7 @@ class Trainer:
 
     def closure(self, tokens: Tensor) -> float:
         self.optimizer.zero_grad()
-        loss = loss_of(self.model, tokens)
+        loss = loss_of(self.model, tokens, self.s.labels)
         loss.backward()
         return float(loss.detach())
 
@@ -480,7 +498,7 @@ class Trainer:
             if self.s.no_sync and self.s.micro_batches > 1:
                 last = index == len(micro_batches) - 1
                 self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
-            loss = loss_of(self.model, part) / len(micro_batches)
+            loss = loss_of(self.model, part, self.s.labels) / len(micro_batches)
             for _ in range(self.s.items):
                 loss.detach().item()
             if self.s.sleep_rank == dist.get_rank():

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import accumulate
 from random import Random
 
-from fsdp2prof.analyzers.trace.summary import summarise
+from fsdp2prof.analyzers.trace.summary import of_part
 from fsdp2prof.results.communication import PrefetchRow
 from fsdp2prof.results.run import RunAnalysis
 from fsdp2prof.results.step import RankTimeline, StepTimeline, TimelineLane, TimelineStall
@@ -60,7 +60,7 @@ def large_run(ranks: int) -> RunAnalysis:
     fullest, left = run.memory.ranks[0], run.run.ranks[0]
     memory = replace(run.memory, ranks=[replace(fullest, rank=rank) for rank in range(ranks)])
     what = replace(run.run, ranks=[replace(left, rank=rank) for rank in range(ranks)], world_size=ranks)
-    return replace(run, trace=summarise(trace), memory=memory, run=what)
+    return replace(run, trace=of_part(trace), memory=memory, run=what)
 
 
 def timeline(random: Random, ranks: int) -> StepTimeline:

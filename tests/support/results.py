@@ -12,7 +12,7 @@ from typing import Any
 from fsdp2prof.analyzers.compare.baseline import Side
 from fsdp2prof.analyzers.compare.sides import compare
 from fsdp2prof.analyzers.run_summary import combine
-from fsdp2prof.analyzers.trace.summary import summarise
+from fsdp2prof.analyzers.trace.summary import of_part
 from fsdp2prof.results.communication import Attribution, Communication, CrossRank, GroupRow, Straggler
 from fsdp2prof.results.comparison import LayerMemoryDelta, MemoryComparison, MemoryDelta, RunComparison
 from fsdp2prof.results.finding import Finding
@@ -147,7 +147,7 @@ def trace_analysis(blocks: int = 4, hostile: str | None = None) -> TraceAnalysis
         ],
         warnings=["rank 1: 2 events without a duration were left out"],
     )
-    return summarise(measured)
+    return of_part(measured)
 
 
 def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:

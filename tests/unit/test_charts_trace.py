@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.results import HOSTILE, MS, trace_analysis
 
-from fsdp2prof.analyzers.trace.summary import summarise
+from fsdp2prof.analyzers.trace.summary import of_part
 from fsdp2prof.reporters.charts.figure import Figure, logarithmic
 from fsdp2prof.reporters.charts.trace import layer_chart, step_chart
 from fsdp2prof.reporters.documents.trace_tables import every_step, step_rows
@@ -42,7 +42,7 @@ def test_layers_are_in_the_order_of_their_names_and_long_ones_stay_apart() -> No
         "a_module_with_a_name.layer.1.feed_forward_network",
     ]
     groups = [replace(row, fqn=name) for row, name in zip(analysis.groups, long, strict=False)]
-    assert len(set(layers_of(summarise(replace(analysis, groups=groups)))["data"][-1]["x"])) == 2
+    assert len(set(layers_of(of_part(replace(analysis, groups=groups)))["data"][-1]["x"])) == 2
 
 
 @pytest.mark.parametrize(
@@ -73,12 +73,12 @@ def test_names_are_escaped() -> None:
 def test_many_windows_become_means_and_many_ranks_three_rows() -> None:
     analysis = trace_analysis()
     first = analysis.ranks[0]
-    eight = summarise(replace(analysis, ranks=[replace(first, rank=rank) for rank in range(8)]))
+    eight = of_part(replace(analysis, ranks=[replace(first, rank=rank) for rank in range(8)]))
     assert [(row.rank, row.step) for row in step_rows(eight)] == [(rank, "mean") for rank in range(8)]
     slow = replace(first.steps[0], duration_ns=1000 * MS)
     ranks = [replace(first, rank=rank) for rank in range(64)]
     ranks[17] = replace(ranks[17], steps=[slow])
-    many = summarise(replace(analysis, ranks=ranks))
+    many = of_part(replace(analysis, ranks=ranks))
     assert [row.step for row in step_rows(many)] == ["fastest", "median", "slowest"]
     assert (step_rows(many)[-1].rank, step_rows(many)[-1].window_ns) == (17, 1000 * MS)
     assert len(every_step(many)) == 127

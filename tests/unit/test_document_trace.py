@@ -14,7 +14,7 @@ from support.results import HOSTILE, MIB, MS, trace_analysis
 from synthetic import Schedule, record, transformer, write_run
 
 from fsdp2prof.analyzers.ledger.replayed import that_fit, with_replays
-from fsdp2prof.analyzers.trace.summary import summarise
+from fsdp2prof.analyzers.trace.summary import of_part
 from fsdp2prof.reporters.document import Chart, Findings, Sentences, Table
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.documents.timeline import timeline_section
@@ -54,7 +54,7 @@ def test_idle_time_and_speed_are_explained_under_the_breakdown() -> None:
         )
         for rank in analysis.ranks
     ]
-    table = table_of(build(summarise(replace(analysis, ranks=ranks))), "breakdown")
+    table = table_of(build(of_part(replace(analysis, ranks=ranks))), "breakdown")
     assert list(table.remarks) == [
         "Idle: 6.00 ms nothing launched in time; 2.00 ms launch latency.",
         "Speed in unrecorded steps: 80,000 tokens/s over all ranks, 250.00 TFLOP/s a rank, MFU 25.0%.",
@@ -74,7 +74,7 @@ def test_verbose_unfolds_the_layers() -> None:
 def test_several_groups_have_a_column() -> None:
     analysis = trace_analysis()
     groups = [replace(row, mesh_dim=f"dp{i % 2}") for i, row in enumerate(analysis.groups)]
-    table = table_of(build(summarise(replace(analysis, groups=groups))), "by_layer")
+    table = table_of(build(of_part(replace(analysis, groups=groups))), "by_layer")
     assert table.columns[-1].name == "group"
     assert table_of(build(analysis), "by_layer").columns[-1].name == "dtype"
 
@@ -136,7 +136,7 @@ def test_the_title_of_the_step_names_exposed_communication_as_one_part() -> None
 def test_host_synchronisations_are_a_table() -> None:
     calls = HostSyncRow(rank=0, fqn=None, phase="other", call="cudaStreamSynchronize", operator="aten::item",
                         count=8, blocked_ns=8 * MS)  # fmt: skip
-    text = text_of(summarise(replace(trace_analysis(), host_syncs=[calls])))
+    text = text_of(of_part(replace(trace_analysis(), host_syncs=[calls])))
     assert row_of(text.split("The host waited for the device")[1], "(no layer)")[2:] == [
         "other", "cudaStreamSynchronize", "2.00", "ms", "2", "aten::item",
     ]  # fmt: skip
@@ -148,18 +148,18 @@ def test_ranks_are_told_apart_by_waiting_and_reason() -> None:
     cross = replace(
         analysis.cross_rank, wait_ns={"0": 3 * MS, "1": 0}, wait_caused_ns={"1": 3 * MS}, stragglers=[reason]
     )
-    text = text_of(summarise(replace(analysis, cross_rank=cross)))
+    text = text_of(of_part(replace(analysis, cross_rank=cross)))
     assert row_of(text.split("Waiting for each other")[1], "1 ") == ["1", "3.00", "ms", "0", "ns"]
     assert "3.00 ms  2  its host paused" in text
 
 
 def test_nothing_to_show_is_said() -> None:
     analysis = trace_analysis()
-    assert "No collective ran" in text_of(summarise(replace(analysis, groups=[])))
-    stepless = summarise(replace(analysis, ranks=[replace(rank, steps=[]) for rank in analysis.ranks]))
+    assert "No collective ran" in text_of(of_part(replace(analysis, groups=[])))
+    stepless = of_part(replace(analysis, ranks=[replace(rank, steps=[]) for rank in analysis.ranks]))
     assert "These traces contain no step" in text_of(stepless)
     assert "Where the step goes" not in text_of(stepless)
-    assert text_of(summarise(replace(analysis, ranks=[], groups=[], findings=[], warnings=[])))
+    assert text_of(of_part(replace(analysis, ranks=[], groups=[], findings=[], warnings=[])))
 
 
 def test_limits_of_a_recording_are_notes_unless_the_verdict_has_them() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fsdp2prof.analyzers.trace.kernel_kinds import has_logits, makes_gradient
 from fsdp2prof.backends import KERNEL_KINDS, KERNEL_PATTERNS, moves_memory
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job.job_files import open_job
@@ -150,6 +151,41 @@ def test_a_softmax_over_few_keys_is_no_attention(tmp_path: Path) -> None:
     for _ in range(6):
         attention_of(timeline, tokens=32)
     assert spent_on_scores(timeline, tmp_path) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("factors", "makes"),
+    [
+        ([(768, 320), (320, 256)], True),  # gradients times activations
+        ([(256, 320), (320, 768)], True),
+        ([(320, 768), (768, 256)], False),  # the gradient of the activations
+        ([(768, 8), (8, 256)], False),  # an adapter's two matrices
+        ([(320, 256), (256, 768)], False),  # forward, computed again
+        ([(768, 320), (320, 8)], False),
+        ([(2, 768, 320), (2, 320, 256)], False),
+        ([(768, 320)], False),
+    ],
+)
+def test_a_frozen_matrix_has_a_gradient_if_a_product_has_its_shape(
+    factors: list[tuple[int, ...]], makes: bool
+) -> None:
+    assert makes_gradient(factors, {(768, 256)}, {(768, 8), (8, 256)}) is makes
+
+
+@pytest.mark.parametrize(
+    ("dims", "logits"),
+    [
+        ("[[510,64],[64,1000]]", True),
+        ("[[1000,510],[510,64]]", True),  # the gradient of the head
+        ("[[510,1000],[1000,64]]", True),
+        ("[[2,256,1000],[],[]]", True),  # the last position of each sample has no label
+        ("[[510,64],[64,256]]", False),
+        ("[[2000,1000]]", False),
+        ("[[1000,64],[510]]", False),
+    ],
+)
+def test_logits_are_known_by_their_size(dims: str, logits: bool) -> None:
+    assert has_logits(frozenset({(510, 1000)}), dims) is logits
 
 
 def test_every_kind_has_a_word() -> None:

@@ -1080,7 +1080,7 @@ def test_a_frozen_model_with_the_same_inputs_runs_once(
         for root in (0, 1)
     ]
     manifests = [RankManifest(rank=rank, param_groups=groups, inputs=inputs) for rank in (0, 1)]
-    assert repeated_units(manifests[0]) == ({"root1:blocks.0"} if repeated else set())
+    assert repeated_units(manifests[0]) == ({"root1:blocks.0": 1} if repeated else {})
     place = {"phase": "forward", "fqn": "root1:blocks.0"}
     compute = place | {"cause": "compute", "ns": 8 * MS, "why": "repeated" if repeated else None}
     gather = place | {"cause": "communication", "ns": 3 * MS, "op": "all_gather", "why": "launch"}
@@ -1088,6 +1088,38 @@ def test_a_frozen_model_with_the_same_inputs_runs_once(
     assert ("repeated_forward" in entries) is repeated
     if repeated:
         assert entries["repeated_forward"].ns == 11 * MS
+
+
+@pytest.mark.parametrize(
+    ("reused", "share"),
+    [
+        ([[False, True, False, True], [True, True, False, True]], 0.75),
+        ([[False, False], [True, True]], 1),
+        ([[True, True], [True, True]], None),  # one batch, again and again
+        ([[True, False], [False, False]], None),
+        ([[], []], None),
+    ],
+)
+def test_a_frozen_model_runs_once_for_a_batch_of_several_steps(
+    reused: list[list[bool]], share: float | None
+) -> None:
+    groups = [
+        msgspec.structs.replace(
+            sharded_group("blocks.0", [8, 8], ranks=2, rows=4), root=root, requires_grad=root == 0
+        )
+        for root in (0, 1)
+    ]
+    manifests = [RankManifest(rank=rank, param_groups=groups, reused_inputs=reused) for rank in (0, 1)]
+    assert repeated_units(manifests[0]) == ({} if share is None else {"root1:blocks.0": share})
+    found = [
+        {"cause": "compute", "phase": "forward", "fqn": "root1:blocks.0", "ns": 8 * MS, "why": "repeated"}
+    ]
+    entries = {one.id: one for one in ledger_of(found, manifests).entries}
+    if share is None:
+        return
+    remedy = entries["repeated_forward"].remedy
+    assert remedy is not None
+    assert remedy.gain_ns == share * 8 * MS
 
 
 @pytest.mark.parametrize("offload", [True, False])

@@ -108,12 +108,10 @@ def test_several_dtypes_and_an_unknown_one(tmp_path: Path) -> None:
     assert (group.sharded_bytes, group.padding_bytes) == (None, None)
 
 
-@pytest.mark.parametrize(("gathered", "severity"), [(1 << 20, "low"), (256 << 20, "medium")])
-def test_a_small_model_in_one_unit_is_fast_enough_for_a_long_step(gathered: int, severity: str) -> None:
+@pytest.mark.parametrize(("gathered", "named"), [(1 << 20, False), (256 << 20, True)])
+def test_a_small_model_in_one_unit_is_fast_enough_for_a_long_step(gathered: int, named: bool) -> None:
     """1 MiB takes 0.3 ms of a step of 50 ms at 10 GB/s, with its reduction; 256 MiB take 80 ms."""
     trace = with_ledger(trace_analysis())
     found = finding("root_only", {"gathered_bytes": gathered}, severity="medium", fqn="", parameters=17)
-    (one,) = [
-        one for one in combine(run_summary(), trace, None, [], [found]).findings if one.id == "root_only"
-    ]
-    assert one.severity == severity
+    findings = combine(run_summary(), trace, None, [], [found]).findings
+    assert ("root_only" in [one.id for one in findings]) is named

@@ -8,7 +8,7 @@ import pytest
 from support.results import MS, trace_analysis
 
 from fsdp2prof.analyzers.ledger.words import trace_verdict
-from fsdp2prof.analyzers.trace.summary import summarise
+from fsdp2prof.analyzers.trace.summary import of_part
 from fsdp2prof.results.communication import CrossRank, LateCause, PrefetchRow, Straggler
 from fsdp2prof.results.ledger import LedgerRemedy
 from fsdp2prof.results.step import Throughput, TraceTotals
@@ -16,7 +16,7 @@ from fsdp2prof.results.trace import HostSyncRow, TraceAnalysis
 
 
 def on_a_gpu(analysis: TraceAnalysis) -> TraceAnalysis:
-    return summarise(replace(analysis, ranks=[replace(rank, device_type="cuda") for rank in analysis.ranks]))
+    return of_part(replace(analysis, ranks=[replace(rank, device_type="cuda") for rank in analysis.ranks]))
 
 
 def test_totals_by_hand() -> None:
@@ -44,7 +44,7 @@ def test_idle_time_and_speed_are_means() -> None:
         replace(rank, throughput=speed, steps=[replace(step, idle_ns=causes) for step in rank.steps])
         for rank, speed, causes in zip(analysis.ranks, speeds, idle, strict=True)
     ]
-    totals = summarise(replace(analysis, ranks=ranks)).totals
+    totals = of_part(replace(analysis, ranks=ranks)).totals
     assert list(totals.idle_ns.items()) == [("queued", 5 * MS), ("host_bound", 3 * MS)]
     assert (totals.tokens_per_s, totals.flops_per_s, totals.mfu) == (70_000, 2.5e14, 0.2)
 
@@ -56,7 +56,7 @@ def test_ranks_have_their_own_means_and_a_place() -> None:
     ranks = [replace(first, rank=rank) for rank in range(5)]
     ranks[3] = replace(ranks[3], steps=[slow, first.steps[1]])
     ranks.append(replace(first, rank=5, steps=[]))
-    summed = summarise(replace(analysis, ranks=ranks))
+    summed = of_part(replace(analysis, ranks=ranks))
     assert [(one.rank, one.steps, one.step_ns / MS) for one in summed.by_rank] == [
         (0, 2, 50),
         (1, 2, 50),
@@ -71,7 +71,7 @@ def test_ranks_have_their_own_means_and_a_place() -> None:
 
 def test_without_steps_there_is_nothing_to_average() -> None:
     analysis = trace_analysis()
-    empty = summarise(replace(analysis, ranks=[replace(rank, steps=[]) for rank in analysis.ranks]))
+    empty = of_part(replace(analysis, ranks=[replace(rank, steps=[]) for rank in analysis.ranks]))
     assert empty.totals == TraceTotals()
     assert (empty.by_layer, empty.by_rank, empty.verdict, empty.advice) == ([], [], [], [])
 
@@ -102,7 +102,7 @@ def test_late_collectives_longest_wait_first() -> None:
         late("b", 3, issued_ms=20, finished_ms=-8, cause="communicator"),
         late("c", 3, issued_ms=9, finished_ms=5, cause=None),
     ]
-    summed = summarise(replace(trace_analysis(), prefetch=rows)).late
+    summed = of_part(replace(trace_analysis(), prefetch=rows)).late
     assert [
         (
             row.fqn,
@@ -126,7 +126,7 @@ def test_late_layers_fold_and_keep_their_sums() -> None:
         late(f"layers.{i}", 3, issued_ms=i, finished_ms=-9 if i == 4 else -1, cause="launch")
         for i in range(5)
     ]
-    summed = summarise(replace(trace_analysis(), prefetch=rows))
+    summed = of_part(replace(trace_analysis(), prefetch=rows))
     assert [(row.fqn, row.layers, row.count, row.issued_before_ns / MS) for row in summed.late_folded] == [
         ("layers.4", 1, 0.25, 4),
         ("layers.0-3", 4, 1, 1.5),
@@ -146,7 +146,7 @@ def test_host_synchronisations_are_summed_over_ranks() -> None:
         blocked_ns=6 * MS,
     )
     rows = [row, replace(row, rank=1, blocked_ns=2 * MS), replace(row, call="cudaMemcpy", blocked_ns=MS)]
-    places = summarise(replace(trace_analysis(), host_syncs=rows)).host_sync_places
+    places = of_part(replace(trace_analysis(), host_syncs=rows)).host_sync_places
     assert [(place.call, place.count, place.blocked_ns) for place in places] == [
         ("cudaStreamSynchronize", 2, 2 * MS),
         ("cudaMemcpy", 1, MS / 4),
@@ -172,7 +172,7 @@ def waits(**caused_ms: int) -> CrossRank:
 
 
 def test_who_waited_for_whom_is_data_and_sentences() -> None:
-    analysis = summarise(replace(trace_analysis(), cross_rank=waits(r0=2, r1=28, r2=0)))
+    analysis = of_part(replace(trace_analysis(), cross_rank=waits(r0=2, r1=28, r2=0)))
     cross = analysis.cross_rank
     assert [(row.rank, row.wait_ns / MS, row.wait_caused_ns / MS) for row in cross.ranks] == [
         (1, 0, 28),
@@ -188,13 +188,13 @@ def test_who_waited_for_whom_is_data_and_sentences() -> None:
 
 def test_one_rank_waits_for_nobody() -> None:
     analysis = trace_analysis()
-    alone = summarise(replace(analysis, ranks=analysis.ranks[:1]))
+    alone = of_part(replace(analysis, ranks=analysis.ranks[:1]))
     assert alone.cross_rank.summary == []
     unmatched = replace(analysis.cross_rank, match_key=None, matched=0, unmatched=3)
-    told = summarise(replace(analysis, cross_rank=unmatched)).cross_rank.summary
+    told = of_part(replace(analysis, cross_rank=unmatched)).cross_rank.summary
     assert told == ["Collectives could not be matched across ranks."]
     silent = replace(unmatched, unmatched=0)
-    assert summarise(replace(analysis, cross_rank=silent)).cross_rank.summary == []
+    assert of_part(replace(analysis, cross_rank=silent)).cross_rank.summary == []
 
 
 # The verdict.
@@ -256,13 +256,13 @@ def test_what_a_step_loses_most_is_named_by_its_cause(causes: dict[str, int], de
         )
         for rank in analysis.ranks
     ]
-    first, second, *_ = summarise(replace(analysis, ranks=ranks)).verdict
+    first, second, *_ = of_part(replace(analysis, ranks=ranks)).verdict
     assert first.startswith(said) or (first.startswith("Nothing to fix") and second.startswith(said))
 
 
 def test_waiting_that_is_next_to_nothing_is_nobodys() -> None:
     cross = replace(waits(r1=1), wait_ns={"0": MS, "1": 0})
-    told = summarise(replace(trace_analysis(), cross_rank=cross)).cross_rank.summary
+    told = of_part(replace(trace_analysis(), cross_rank=cross)).cross_rank.summary
     assert told[1:] == ["The ranks wait for each other less than 1.0% of their time."]
 
 

@@ -19,7 +19,7 @@ from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds
 from fsdp2prof.analyzers.run_summary import combine
 from fsdp2prof.analyzers.steps import added_ns, are_unlike, typical_ns, unrecorded_step, waited_for
 from fsdp2prof.analyzers.trace.analysis import References, analyze_rank, merge, throughput
-from fsdp2prof.analyzers.trace.summary import summarise
+from fsdp2prof.analyzers.trace.summary import of_part
 from fsdp2prof.errors import InputError
 from fsdp2prof.manifest import RankManifest, StepInfo
 from fsdp2prof.readers.trace.chrome_trace import read_trace
@@ -87,7 +87,7 @@ def slowed(host_bound_ms: int, device: str = "cuda", step: UnrecordedStep | None
         ]
         ranks.append(replace(rank, device_type=device, steps=windows, unrecorded_step=step))
     measured = replace(analysis, ranks=ranks, unrecorded_step=step)
-    return summarise(replace(measured, findings=find(measured)))
+    return of_part(replace(measured, findings=find(measured)))
 
 
 def named(analysis: TraceAnalysis) -> dict[str, Finding]:

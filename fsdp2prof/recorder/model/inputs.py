@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch.autograd import _profiler_enabled
@@ -20,6 +21,8 @@ _SAMPLE, _TENSORS, _DEEPEST = 1 << 10, 8, 3
 """Elements of a tensor that are read, spread over it, tensors of a forward, and how deep containers hold
 them."""
 
+_IGNORED = -100
+
 
 @unseen_by_modes()
 def input_digest(*inputs: Any) -> str | None:
@@ -31,12 +34,59 @@ def input_digest(*inputs: Any) -> str | None:
     digest, varies = hashlib.blake2b(digest_size=8), False
     with torch.no_grad():
         for tensor in islice(_tensors(inputs, _DEEPEST), _TENSORS):
-            spread = tensor.detach()[_spread(tensor.shape)]
-            sample = spread.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            sample = _sample(tensor).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             size = tensor.element_size()
             varies |= sample != sample[:size] * (len(sample) // size)
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + sample)
     return digest.hexdigest() if varies else None
+
+
+@unseen_by_modes()
+def ignored_labels(*inputs: Any) -> float | None:
+    """Return the share of a forward's labels that the loss ignores, in samples; None without such labels.
+
+    Labels are integers with the value that ``cross_entropy`` ignores unless told otherwise.
+    """
+    with torch.no_grad():
+        for tensor in islice(_tensors(inputs, _DEEPEST), _TENSORS):
+            if tensor.dtype in (torch.int64, torch.int32):
+                labels = _sample(tensor)
+                ignored = int((labels == _IGNORED).sum())
+                if ignored:
+                    return ignored / labels.numel()
+    return None
+
+
+class Identity(NamedTuple):
+    """A tensor as a forward gets it, without keeping it alive: what it is a view of, and the view."""
+
+    base: ref[torch.Tensor]
+    view: tuple[int, torch.Size, int]
+    """Version of the base, shape and offset of the view."""
+
+
+def identities(*inputs: Any) -> list[Identity]:
+    """Return a forward's tensors as far as they are plain; reads none of them."""
+    found = []
+    for tensor in islice(_tensors(inputs, _DEEPEST, reading=False), _TENSORS):
+        base = tensor if tensor._base is None else tensor._base
+        if not base.is_inference():
+            view = base._version, tensor.shape, int(tensor.storage_offset())
+            found.append(Identity(ref(base), view))
+    return found
+
+
+def are_same(before: Sequence[Identity], now: Sequence[Identity]) -> bool:
+    """Whether two forwards get the same tensors, not changed in between; False without any."""
+    # References are not compared by themselves: equal ones would compare their tensors.
+    return len(before) == len(now) > 0 and all(
+        one.base() is other.base() is not None and one.view == other.view
+        for one, other in zip(before, now, strict=True)
+    )
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()[_spread(tensor.shape)].cpu()
 
 
 def _spread(shape: Sequence[int]) -> tuple[slice, ...]:
@@ -51,20 +101,24 @@ def _spread(shape: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(None, None, each[dim]) for dim in dims)
 
 
-def _tensors(inputs: Any, depth: int) -> Iterator[torch.Tensor]:
+def _tensors(inputs: Any, depth: int, *, reading: bool = True) -> Iterator[torch.Tensor]:
     for one in inputs.values() if type(inputs) is dict else inputs:
         if type(one) is torch.Tensor:
-            if one.dtype in _TYPES and is_readable(one):
+            if one.dtype in _TYPES and (is_readable(one) if reading else is_plain(one)):
                 yield one
         elif depth and type(one) in (tuple, list, dict):
-            yield from _tensors(one, depth - 1)
+            yield from _tensors(one, depth - 1, reading=reading)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is dense, and none that a transform of functions wraps."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not wrapped and tensor.layout is torch.strided
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
     """Whether a tensor is plain and dense, and reading it disturbs no profiler, CUDA graph or sync report."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.layout is not torch.strided:
-        return False
-    if not tensor.numel() or _profiler_enabled():
+    if not is_plain(tensor) or not tensor.numel() or _profiler_enabled():
         return False
     if tensor.device.type == "cuda":
         return not torch.cuda.is_current_stream_capturing() and not torch.cuda.get_sync_debug_mode()

@@ -12,7 +12,7 @@ from torch.autograd.profiler import record_function
 
 from fsdp2prof.labels import root_label
 from fsdp2prof.recorder.guard import guard
-from fsdp2prof.recorder.model.inputs import input_digest
+from fsdp2prof.recorder.model.inputs import Identity, are_same, identities, ignored_labels, input_digest
 from fsdp2prof.recorder.model.members import named_parameters, unseen_by_modes
 from fsdp2prof.recorder.model.step_counts import GroupCounts, StepCounts
 
@@ -48,6 +48,9 @@ class Root:
         """Its parameter groups, by index, as their forwards ended before a backward; noted while marked."""
         self._forwards_in_order = 0
         self.inputs: list[str | None] = []
+        self.ignored: float | None = None
+        self.reused: list[bool] = []
+        self._given: list[Identity] | None = None
         """Digests of what its first forwards get: with gradients, or of a frozen root the first of a step."""
         self.is_wrapped = False
         """Whether the hooks of its backward are watched."""
@@ -103,9 +106,23 @@ class Root:
         module = self.module
         if module is not None and len(self.inputs) < _COMPARED:
             frozen = not any(one.requires_grad for _, one in named_parameters(module))
-            first = self.counts.forwards + self.counts.evaluations == 1
-            if first if frozen else torch.is_grad_enabled():
+            if self._is_first if frozen else torch.is_grad_enabled():
                 self.inputs.append(input_digest(inputs, named))
+                if not frozen and self.ignored is None:
+                    self.ignored = ignored_labels(inputs, named)
+
+    @unseen_by_modes()
+    def note_reuse(self, inputs: Any, named: Any) -> None:
+        """Note whether the first forward of a step gets the very tensors of the step before, unchanged."""
+        if self._is_first:
+            given = identities(inputs, named)
+            if self._given is not None:
+                self.reused.append(are_same(self._given, given))
+            self._given = given
+
+    @property
+    def _is_first(self) -> bool:
+        return self.counts.forwards + self.counts.evaluations == 1
 
     def trained_parameter(self) -> torch.Tensor | None:
         """Return one of its sharded parameters that has gradients; None before its first forward."""
@@ -229,8 +246,10 @@ class Roots:
         if torch.is_grad_enabled():
             self._on_forward()
         guard.run("roots", self._count_forward, module)
-        if not self._marking and (root := self._roots.get(module)) is not None:
-            guard.run("inputs", root.note_inputs, inputs, named)
+        if (root := self._roots.get(module)) is not None:
+            guard.run("inputs", root.note_reuse, inputs, named)
+            if not self._marking:
+                guard.run("inputs", root.note_inputs, inputs, named)
 
     def _count_forward(self, module: nn.Module) -> None:
         root = self._roots.get(module)

@@ -17,7 +17,7 @@ from fsdp2prof.analyzers.memory.analysis import merge_results as merge_memory
 from fsdp2prof.analyzers.memory.analysis import summarise as summarise_memory
 from fsdp2prof.analyzers.trace.analysis import References, merged_part
 from fsdp2prof.analyzers.trace.analysis import merge_results as merge_traces
-from fsdp2prof.analyzers.trace.summary import summarise
+from fsdp2prof.analyzers.trace.summary import of_part
 from fsdp2prof.errors import InputError, RunDirectoryError, UsageError
 from fsdp2prof.readers.run.documents import decode_known, newer_words
 from fsdp2prof.results.comparison import BASELINE_SCHEMA, Baseline
@@ -251,7 +251,7 @@ def _cut_trace(
         for row in trace.groups
         if (ranks is None or row.rank in ranks) and (steps is None or row.step in steps)
     ]
-    return summarise(replace(trace, ranks=kept, groups=groups))
+    return of_part(replace(trace, ranks=kept, groups=groups))
 
 
 def _cut_memory(memory: MemoryAnalysis, ranks: Collection[int] | None) -> MemoryAnalysis:
