@@ -42,8 +42,18 @@ def test_each_source_weighs_the_same():
     """Nine rows of one source do not outweigh one row each of nine: the 85 % point is among theirs."""
     many = [outcome("many", 0.01) for _ in range(90)]
     few = [outcome(f"one {index}", index / 10) for index in range(1, 10)]
-    assert coverage.margin_of([*many, *few]) == pytest.approx(0.8)
-    assert coverage.margin_of(many) == 0.01
+    assert coverage.margin_of([*many, *few], 0.85) == pytest.approx(0.8)
+    assert coverage.margin_of(many, 0.85) == 0.01
+
+
+def test_the_lowest_percentile_that_holds_left_out_rows_is_taken():
+    """At the 85th percentile each of two sources misses a row of ten that the other needs more for."""
+    near = [outcome(name, 0.01) for name in "abcdefgh" for _ in range(4)]
+    assert coverage.margins_of(near) == (0.01, 0.01)
+    far = [outcome(name, 0.1) for name in "abcdefgh"]
+    assert coverage.margins_of([*near, *far]) == (0.1, 0.1)
+    lone = [outcome("i", 0.9), outcome("j", 0.9)]  # whatever is taken, some of so few stay outside
+    assert coverage.margins_of([outcome("h", 0.1), *lone[:1]])[0] == 0.9
 
 
 def test_a_source_is_judged_by_the_others():
