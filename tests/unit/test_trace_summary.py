@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 from support.results import MS, trace_analysis
 
+from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds
 from fsdp2prof.analyzers.ledger.words import trace_verdict
+from fsdp2prof.analyzers.trace.analysis import merge_results
 from fsdp2prof.analyzers.trace.summary import of_part
 from fsdp2prof.results.communication import CrossRank, LateCause, PrefetchRow, Straggler
 from fsdp2prof.results.ledger import LedgerRemedy
@@ -286,3 +288,21 @@ def test_a_loss_that_nothing_explains_is_named_with_what_would_explain_it() -> N
         for rank in trace_analysis().ranks
     ]
     assert on_a_gpu(replace(trace_analysis(), ranks=little)).verdict[0] == "Nothing to fix was found."
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_ledger_of_summaries_is_that_of_their_findings(told: bool) -> None:
+    """With thresholds that no loss reaches, neither reports one."""
+    parts = [
+        replace(
+            trace_analysis(),
+            ranks=[replace(rank, steps=[replace(one, idle_ns={"host_bound": 8 * MS}) for one in rank.steps])],
+        )
+        for rank in trace_analysis().ranks
+    ]
+    most = FindingThresholds() if told else FindingThresholds(host_bound_frac=2)
+    merged = merge_results([on_a_gpu(part) for part in parts], [], most)
+    assert merged.ledger is not None
+    reported = {one.id for one in merged.ledger.entries if one.told}
+    assert bool(reported) is told
+    assert reported <= {one.id for one in merged.findings}
