@@ -53,19 +53,20 @@ def step_cycles(manifest: RankManifest) -> tuple[list[Due], list[Due], list[Due]
 def untrained_units(manifest: RankManifest) -> dict[str, list[str]]:
     """Return the FSDP units with gradients that no optimizer uses -> the trainable parameters of these.
 
-    Frozen units are among them if backward runs through them only to such parameters. Empty if no optimizer
-    is known to hold any parameter: the script may use its own.
+    Frozen units are among them if backward runs through them only to such parameters, or to none. Empty if no
+    optimizer is known to hold any parameter: the script may use its own.
     """
     trained = [
         (group, [one for one in group.parameters if one.requires_grad]) for group in manifest.param_groups
     ]
     if not any(one.optimized for _, parameters in trained for one in parameters):
         return {}
-    roots = 1 + max(group.root for group in manifest.param_groups)
+    roots, frozen = 1 + max(group.root for group in manifest.param_groups), frozen_roots(manifest)
     found = {}
     for group, parameters in trained:
         reached = parameters or (_trained_before(group, manifest) if group.parameters else [])
-        if reached and all(one.optimized is False for one in reached):
+        needless = group.only_inputs and group.root not in frozen
+        if needless or (reached and all(one.optimized is False for one in reached)):
             found[qualified_fqn(group.fqn, group.root, roots)] = [one.fqn for one in reached]
     return found
 

@@ -275,6 +275,8 @@ class ParamGroupInfo(_Record):
     forward_positions: list[Index] = []
     """Positions at which the group's forwards ended among those of its root before one backward; empty if
     unknown."""
+    only_inputs: bool = False
+    """Whether backward runs through the frozen group to no parameter, because its inputs need gradients."""
     gathers: Index | None = None
     """All-gathers of the parameters per captured step; null if unknown or if steps differ."""
     forwards: Index | None = None
@@ -511,6 +513,9 @@ class RankManifest(_Record):
     frozen root the first one of a step; null without a readable one."""
     reused_inputs: list[list[bool]] = []
     """Whether each root's first forward of a step gets the very tensors of the step before, unchanged."""
+    padding: list[float | None] = []
+    """Share of each root's tokens, in two forwards, that are padding beyond the longest row: columns with one
+    value in every row at either end; null without a matrix of integers among the inputs."""
     ignored_labels: list[float | None] = []
     """Share of each root's labels, among the inputs of a forward, that the loss ignores (-100), in samples;
     null without any."""

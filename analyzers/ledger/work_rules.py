@@ -49,9 +49,10 @@ def enter_untrained(book: Book) -> None:
         }
         through = [one for one in mine if one.fqn in frozen]
         only = sum(one.ns for one in through) >= _HALF * sum(one.ns for one in mine)
+        key = "backward_untrained/frozen" if only else "backward_untrained"
         book.enter(
             mine,
-            "backward_untrained/frozen" if only else "backward_untrained",
+            key if names else "backward_untrained/inputs",
             {"parameters": len(names)},
             names=listed(names, 3),
             where=main_layers(through) or "frozen layers",
@@ -291,6 +292,7 @@ kernels are."""
 _TENSOR_CORES = 7 / 8
 """Part of such products that tensor cores save at most: TF32 is eight times as fast (A100 data sheet)."""
 _HALF = 0.5
+_PARTS = 1_000_000
 _NOTABLE = 1 / 3
 """Part of memory-bound kernels in one layer from which on it is named."""
 _SAVED_BY_FLASH = 2 / 3
@@ -313,6 +315,7 @@ def enter_kernels(book: Book) -> None:
     """Enter the compute of kernels that another setting would make faster."""
     _of_kind(book, "float64", "compute_in_float64" if book.on_device else "compute_in_float64/cpu", _HALF)
     _of_kind(book, "one_hot", "one_hot_products", 1)
+    _padding(book)
     _ignored_labels(book)
     _of_kind(book, "frozen_gradient", "frozen_gradients", _APPLIED)
     _masked_attention(book)
@@ -393,6 +396,23 @@ def _ignored_labels(book: Book) -> None:
     gain = _gain_ns(book, mine, share)
     if _is_worth_it(book, gain, mine):
         book.enter(mine, "ignored_labels", {"ignored_frac": share}, fqn=main_layer(mine), gain_ns=gain)
+    else:
+        book.put_back(mine)
+
+
+def _padding(book: Book) -> None:
+    """Enter the part of forward and backward that computes padding beyond the longest row of a batch."""
+    shares = [share for one in book.manifests for share in one.padding if share is not None]
+    share = min(shares, default=0.0)
+    if not share:
+        return
+    mine = book.take(
+        "compute",
+        lambda one: one.phase in ("forward", "backward") and one.why in (None, "memory"),
+        part=(round(share * _PARTS), _PARTS),
+    )
+    if _is_worth_it(book, sum(one.ns for one in mine), mine):
+        book.enter(mine, "padding", {"padded_frac": share})
     else:
         book.put_back(mine)
 

@@ -12,7 +12,14 @@ from torch.distributed.fsdp import fully_shard
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh
 from fsdp2prof.recorder.model import ownership
-from fsdp2prof.recorder.model.inputs import are_same, identities, ignored_labels, input_digest
+from fsdp2prof.recorder.model.inputs import (
+    Padding,
+    are_same,
+    identities,
+    ignored_labels,
+    input_digest,
+    need_only_inputs,
+)
 from fsdp2prof.recorder.model.roots import Roots
 
 WORDS = torch.arange(6).view(2, 3)
@@ -70,6 +77,45 @@ def test_nothing_is_read_while_a_profiler_runs() -> None:
 )
 def test_labels_that_the_loss_ignores_are_counted(labels: torch.Tensor, share: float | None) -> None:
     assert ignored_labels((WORDS,), {"labels": labels}) == share
+
+
+ROWS = torch.tensor([[5, 6, 7, 8, 0, 0, 0, 0], [5, 6, 0, 0, 0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "share"),
+    [
+        ({"ids": ROWS}, 0.5),
+        ({"ids": ROWS.flip(1)}, 0.5),
+        ({"ids": ROWS, "mask": (ROWS != 0).long(), "kind": torch.zeros_like(ROWS)}, 0.5),
+        ({"ids": ROWS, "positions": torch.arange(8).expand(2, 8)}, 0.0),
+        ({"ids": ROWS[:, :4]}, 0.0),  # one row needs it all
+        ({"ids": ROWS, "labels": torch.where(ROWS == 0, -100, ROWS)}, 0.5),
+        ({"labels": torch.full((2, 8), -100)}, None),
+        ({"image": torch.zeros(2, 3, 8, 8, dtype=torch.uint8), "x": torch.zeros(2, 8)}, None),
+    ],
+)
+def test_padding_that_no_row_needs_is_counted(inputs: dict[str, torch.Tensor], share: float | None) -> None:
+    padding = Padding()
+    padding.note((), inputs)
+    assert padding.share == share
+    padding.note((ROWS[:, :4],), {})
+    assert padding.share == (0.0 if share is None else share * 2 / 3)
+
+
+def test_inputs_that_lead_to_no_parameter_are_known() -> None:
+    weight, words = nn.Linear(4, 4), torch.rand(2, 4)
+    needing = words.clone().requires_grad_()
+    assert need_only_inputs((needing,), {})
+    assert need_only_inputs((needing * 2 + 1, words), {})
+    assert not need_only_inputs((words * 2,), {"mask": None})
+    assert not need_only_inputs((weight(needing),), {})
+    hidden = torch.utils.checkpoint.checkpoint(lambda x: weight(x), needing, use_reentrant=True)
+    assert not need_only_inputs((hidden * 2,), {})
+    long = needing
+    for _ in range(3000):
+        long = long + 1
+    assert not need_only_inputs((long,), {})
 
 
 def test_reused_tensors_are_known_without_reading_them() -> None:

@@ -1059,6 +1059,39 @@ def test_backward_through_frozen_layers_to_what_no_optimizer_holds_is_for_nothin
     assert "`frozen`, which are frozen" in first.said
 
 
+def test_backward_through_frozen_layers_to_inputs_alone_is_for_nothing() -> None:
+    """The stem in front of the frozen layer has no gradient either."""
+    manifest = stem_and_frozen_layer(trained_in_front=False)
+    (stem,) = (one for one in manifest.param_groups if one.fqn == "")
+    for one in stem.parameters:
+        one.requires_grad = False
+    assert untrained_units(manifest) == {}
+    (frozen,) = (one for one in manifest.param_groups if one.fqn == "frozen")
+    frozen.only_inputs = True
+    assert untrained_units(manifest) == {"frozen": []}
+    found = [{"cause": "compute", "phase": "backward", "fqn": "frozen", "ns": 9 * MS, "why": "untrained"}]
+    first = told(ledger_of(found, [manifest, msgspec.structs.replace(manifest, rank=1)]))[0]
+    assert first.id == "backward_untrained"
+    assert "nothing in front of them is trained" in first.said
+    for group in manifest.param_groups:  # a frozen model whose gradients another one needs
+        group.requires_grad = False
+    assert untrained_units(manifest) == {}
+
+
+def test_padding_costs_its_part_of_forward_and_backward() -> None:
+    """42 of 50 ms are theirs; of the ranks, the one with less padding counts."""
+    found = [
+        {"cause": "compute", "phase": phase, "ns": ns * MS}
+        for phase, ns in (("backward", 20), ("optimizer", 8))
+    ]
+    manifests = [RankManifest(rank=rank, padding=[share]) for rank, share in ((0, 0.5), (1, 0.4))]
+    first = told(ledger_of(found, manifests))[0]
+    assert (first.id, first.ns) == ("padding", 0.4 * 42 * MS)
+    assert "40.0% of the tokens" in first.said
+    none = ledger_of(found, [RankManifest(rank=rank, padding=[0.0]) for rank in (0, 1)])
+    assert "padding" not in {one.id for one in none.entries}
+
+
 @pytest.mark.parametrize(
     ("inputs", "repeated"),
     [

@@ -57,6 +57,7 @@ def add_forward_order(groups: Sequence[ParamGroupInfo], roots: Iterable[Root]) -
         own = [group for group in groups if group.root == root.index]
         for number, group in enumerate(own):
             group.forward_positions = [at for at, which in enumerate(root.forward_order) if which == number]
+            group.only_inputs = root.only_inputs.get(number, False)
 
 
 def describe_norms(roots: Iterable[Root]) -> list[str]:

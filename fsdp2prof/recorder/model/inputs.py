@@ -22,6 +22,7 @@ _SAMPLE, _TENSORS, _DEEPEST = 1 << 10, 8, 3
 them."""
 
 _IGNORED = -100
+_MATRIX = 2
 
 
 @unseen_by_modes()
@@ -83,6 +84,70 @@ def are_same(before: Sequence[Identity], now: Sequence[Identity]) -> bool:
         one.base() is other.base() is not None and one.view == other.view
         for one, other in zip(before, now, strict=True)
     )
+
+
+class Padding:
+    """Columns of tokens that hold one value in every row at their end, in the inputs of some forwards."""
+
+    def __init__(self) -> None:
+        self._columns = self._padded = 0
+
+    @unseen_by_modes()
+    def note(self, *inputs: Any) -> None:
+        """Count those of a forward's largest matrices of integers, the fewest of any of one shape."""
+        with torch.no_grad():
+            read = list(islice(_tensors(inputs, _DEEPEST), _TENSORS))
+            tokens = [one for one in read if one.dim() == _MATRIX and not one.is_floating_point()]
+            largest = max((one.shape for one in tokens), key=lambda shape: shape.numel(), default=None)
+            equal = (one for one in tokens if one.shape == largest)
+            ends = [end for one in equal if (end := _constant_end(one)) is not None]
+        if largest is not None and ends:
+            self._columns += largest.numel()
+            self._padded += min(ends) * largest[0]
+
+    @property
+    def share(self) -> float | None:
+        """Of all tokens; None without any."""
+        return self._padded / self._columns if self._columns else None
+
+
+def _constant_end(tokens: torch.Tensor) -> int | None:
+    """Return the columns at either end in which every row has the same value; None if all have, or labels."""
+    for turned in (tokens, tokens.flip(1)):
+        value = turned[0, -1]
+        others = (turned != value).any(0).nonzero()
+        if not len(others) or value == _IGNORED:
+            return None
+        if (columns := tokens.shape[1] - 1 - int(others[-1])) > 1:  # one may begin or end each row
+            return columns
+    return 0
+
+
+_MOST_NODES = 2000
+"""Of an autograd graph that are looked at."""
+
+
+@unseen_by_modes()
+def need_only_inputs(*inputs: Any) -> bool:
+    """Whether a forward's inputs need gradients that reach no parameter, only inputs before them.
+
+    False where checkpointing hides what is behind an input, or the graph is large.
+    """
+    given = islice(_tensors(inputs, _DEEPEST, reading=False), _TENSORS)
+    needed = [one for one in given if one.requires_grad]
+    leaves = sum(one.grad_fn is None for one in needed)
+    left = [one.grad_fn for one in needed if one.grad_fn is not None]
+    seen = set(left)
+    while left and len(seen) <= _MOST_NODES:
+        node = left.pop()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.nn.Parameter) or "Checkpoint" in node.name():
+            return False
+        leaves += variable is not None
+        new = {one for one, _ in node.next_functions if one is not None} - seen
+        seen |= new
+        left += new
+    return leaves > 0 and not left
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

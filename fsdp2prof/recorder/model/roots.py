@@ -12,7 +12,15 @@ from torch.autograd.profiler import record_function
 
 from fsdp2prof.labels import root_label
 from fsdp2prof.recorder.guard import guard
-from fsdp2prof.recorder.model.inputs import Identity, are_same, identities, ignored_labels, input_digest
+from fsdp2prof.recorder.model.inputs import (
+    Identity,
+    Padding,
+    are_same,
+    identities,
+    ignored_labels,
+    input_digest,
+    need_only_inputs,
+)
 from fsdp2prof.recorder.model.members import named_parameters, unseen_by_modes
 from fsdp2prof.recorder.model.step_counts import GroupCounts, StepCounts
 
@@ -48,10 +56,15 @@ class Root:
         """Its parameter groups, by index, as their forwards ended before a backward; noted while marked."""
         self._forwards_in_order = 0
         self.inputs: list[str | None] = []
-        self.ignored: float | None = None
-        self.reused: list[bool] = []
-        self._given: list[Identity] | None = None
         """Digests of what its first forwards get: with gradients, or of a frozen root the first of a step."""
+        self.ignored: float | None = None
+        """Share of labels that the loss ignores."""
+        self.padding = Padding()
+        self.reused: list[bool] = []
+        """Whether the first forward of each step gets the tensors of the step before."""
+        self._given: list[Identity] | None = None
+        self.only_inputs: dict[int, bool] = {}
+        """Frozen parameter groups, by index: whether their backward leads to inputs alone."""
         self.is_wrapped = False
         """Whether the hooks of its backward are watched."""
         self._only_trained = False
@@ -108,8 +121,9 @@ class Root:
             frozen = not any(one.requires_grad for _, one in named_parameters(module))
             if self._is_first if frozen else torch.is_grad_enabled():
                 self.inputs.append(input_digest(inputs, named))
-                if not frozen and self.ignored is None:
-                    self.ignored = ignored_labels(inputs, named)
+                if not frozen:
+                    self.ignored = ignored_labels(inputs, named) if self.ignored is None else self.ignored
+                    self.padding.note(inputs, named)
 
     @unseen_by_modes()
     def note_reuse(self, inputs: Any, named: Any) -> None:
@@ -327,11 +341,15 @@ class Roots:
         def post_backward(*_: Any, **__: Any) -> None:
             counts().note_reduction(group)
 
-        def pre_forward(*_: Any, **__: Any) -> None:
-            if torch.is_grad_enabled():
-                counts().forwards += 1
-            else:
+        frozen = not any(one.sharded_param.requires_grad for one in group.fsdp_params)
+
+        def pre_forward(*inputs: Any, **named: Any) -> None:
+            if not torch.is_grad_enabled():
                 counts().evaluations += 1
+                return
+            counts().forwards += 1
+            if frozen and number not in root.only_inputs:
+                root.only_inputs[number] = need_only_inputs(inputs, named)
 
         self._replace(group, "unshard", guard.around("roots", group.unshard, unshard))
         self._replace(group, "pre_forward", guard.around("roots", group.pre_forward, pre_forward))
