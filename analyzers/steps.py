@@ -176,6 +176,8 @@ def _host_activity(trace: Trace) -> tuple[IntArray, IntArray]:
 
 _ALIKE, _ENOUGH = 1.4, 4
 """Ratio of upper to lower quartile above which steps are of several kinds, with at least this many steps."""
+_LONG = 2
+"""Times the median that a tenth of the steps take if they are of another kind."""
 _APART = 1.1
 """Times as long as the other kind, from which on traced and unrecorded steps are called different."""
 
@@ -203,14 +205,17 @@ def unrecorded_step(ranks: Iterable[Sequence[StepInfo | StepTime]]) -> Unrecorde
         traced_median_ns=slow,
         slowdown=None if slow is None or not middle else slow / middle,
         mean_ns=fmean(plain),
+        upper_decile_ns=quantiles(plain, n=10, method="inclusive")[-1] if len(plain) > 1 else middle,
     )
     return replace(step, slowdown=fmean(traced) / typical_ns(step)) if traced and are_unlike(step) else step
 
 
 def are_unlike(step: UnrecordedStep) -> bool:
-    """Whether unrecorded steps are of several kinds: models updated in turns, or generation in every
-    second step."""
-    return step.steps >= _ENOUGH and step.upper_quartile_ns > _ALIKE * step.lower_quartile_ns
+    """Whether unrecorded steps are of several kinds: models updated in turns, or generation in some."""
+    if step.steps < _ENOUGH:
+        return False
+    some_long = step.upper_decile_ns is not None and step.upper_decile_ns > _LONG * step.median_ns
+    return some_long or step.upper_quartile_ns > _ALIKE * step.lower_quartile_ns
 
 
 def typical_ns(step: UnrecordedStep) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from itertools import combinations
@@ -11,6 +12,7 @@ from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.by_key import grouped, summed
 from fsdp2prof.results.ledger import LedgerEntry
+from fsdp2prof.units import plural
 
 _RUNNING = ("compute", "host", "host_pause")
 _NEAR = 3
@@ -24,13 +26,16 @@ _CLIPS = re.compile(r"clip|grad_?norm", re.IGNORECASE)
 """In the names of functions that clip gradients."""
 _OFTEN = 0.75
 """Part of the steps in which a place takes time, from which on it is the step's."""
+_AGAIN = 2
+"""Steps with computation at a line outside the training, from which on it comes back often enough."""
 _HALF = 0.5
 
 
 def enter_script(book: Book) -> None:
     """Enter the time of the script's own lines: first work outside training by line, then loops by line."""
-    _by_place(book, lambda one: one.why in ("outside", "outside_loop"), _enter_outside)
-    _by_place(book, lambda one: one.why in ("loop", "outside_loop"), _enter_loop)
+    _by_place(book, lambda one: one.why in ("outside", "outside_loop"), _enter_outside, least=_AGAIN)
+    often = math.ceil(_OFTEN * len(book.traced))
+    _by_place(book, lambda one: one.why in ("loop", "outside_loop"), _enter_loop, least=often)
 
 
 _REPEATED = 4
@@ -73,16 +78,22 @@ def _same_place(one: LedgerEntry, other: LedgerEntry) -> bool:
 
 
 def _by_place(
-    book: Book, wanted: Callable[[Charge], bool], enter: Callable[[Book, list[Charge], str | None], bool]
+    book: Book,
+    wanted: Callable[[Charge], bool],
+    enter: Callable[[Book, list[Charge], str | None], bool],
+    *,
+    least: int,
 ) -> None:
-    """Enter charges line by line; return those that are too small."""
+    """Enter charges by line; return those that are small, or of few ranks or fewer than ``least`` steps."""
     mine = [one for cause in _RUNNING for one in book.take(cause, wanted)]
     places = _places(mine)
     by_place = grouped((places.get(one.site), one) for one in mine)
     for place, charges in by_place.items():
-        steps = {(one.rank, one.step) for one in charges if one.ns}
+        there = {(one.rank, one.step) for one in charges if one.ns}
+        steps = {step for _, step in there}
         cost = book.frac(sum(one.ns for one in charges))
-        often = len(steps) >= _OFTEN * book.rank_steps
+        often = len(steps) >= min(least, len(book.traced))
+        often &= len(there) >= _OFTEN * len(steps) * len(book.analysis.ranks)
         if cost < book.thresholds.min_cost_frac or not often or not enter(book, charges, place):
             book.put_back(charges)
 
@@ -129,7 +140,9 @@ def _enter_outside(book: Book, mine: list[Charge], place: str | None) -> bool:
         clips = site is not None and _CLIPS.search(site["function"] or "")
         key = "work_outside_training/clipping" if clips else "work_outside_training/loop"
     small = ", most of it in a loop of small operators" if looped else ""
-    book.enter(mine, key, {"site": place, "loop": looped}, small=small)
+    steps = len({one.step for one in mine if one.ns})
+    some = f", in {steps} of {plural(len(book.traced), 'traced step')}" if steps < len(book.traced) else ""
+    book.enter(mine, key, {"site": place, "loop": looped}, small=small, some=some)
     return True
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fsdp2prof.analyzers.layers import times
 from fsdp2prof.analyzers.ledger.book import SLOWED, UNTRACED, Book
-from fsdp2prof.analyzers.steps import differs_traced
+from fsdp2prof.analyzers.steps import are_unlike, differs_traced, typical_ns
 from fsdp2prof.results.ledger import NOTHING, Ledger, LedgerEntry
 from fsdp2prof.results.step import UnrecordedStep
 from fsdp2prof.results.trace import TraceAnalysis
@@ -192,11 +192,15 @@ def unrecorded_sentence(step: UnrecordedStep | None) -> list[str]:
     if step is None:
         return []
     low, high = format_ns(step.lower_quartile_ns), format_ns(step.upper_quartile_ns)
-    measured = f"median of {step.steps}, quartiles {low} to {high}" if step.steps > 1 else "one such step"
-    line = f"A step takes {format_ns(step.median_ns)} without recording ({measured})."
-    if step.traced_median_ns is not None and step.slowdown is not None and step.slowdown > 1:
-        traced = format_ns(step.traced_median_ns)
-        line += f" The median traced step takes {traced}, {times(step.slowdown)} as long."
+    average, typical = "mean" if are_unlike(step) else "median", typical_ns(step)
+    spread = f"quartiles {low} to {high}"
+    if are_unlike(step):
+        spread = f"median {format_ns(step.median_ns)}, {spread}"
+    measured = f"{average} of {step.steps}, {spread}" if step.steps > 1 else "one such step"
+    line = f"A step takes {format_ns(typical)} without recording ({measured})."
+    if step.slowdown is not None and step.slowdown > 1:
+        traced = format_ns(step.slowdown * typical)
+        line += f" The {average} traced step takes {traced}, {times(step.slowdown)} as long."
     return [line]
 
 

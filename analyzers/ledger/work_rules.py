@@ -21,7 +21,7 @@ from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.units import dtype_bytes, format_bytes, plural
 
 _GIGA = 1e9
-_GENERATES = re.compile(r"generat|rollout|sampl|decod", re.IGNORECASE)
+_GENERATES = re.compile(r"generat|rollout|(?<!per_)sampl(?!e_(?:error|loss|weight))|decod", re.IGNORECASE)
 """In the line or the function that runs forwards which a training needs."""
 _SERIES = 4
 """Forwards without a backward in a step from which on they may be the training's own, as rollouts are."""
@@ -136,7 +136,8 @@ def _evaluation(book: Book) -> None:
         "every step" if steps == book.traced else f"{len(steps)} of {plural(len(book.traced), 'traced step')}"
     )
     one_alone = round(each, 2) == 1
-    generating = site is not None and _GENERATES.search(site) is not None
+    needed = site is not None and _GENERATES.search(site) is not None
+    generating = needed and each >= _SERIES
     gathers = sum(one.count for one in mine if one.op == "all_gather")
     gathered = gathers >= _HALF * forwards * max(1, len(book.groups))
     rows, again = (sum(one.count for one in mine if one.why == why) for why in ("rows", "again"))
@@ -148,7 +149,7 @@ def _evaluation(book: Book) -> None:
         "forward_without_backward/prefix" if prefix else key if gathered or generating else f"{key}/gathered",
         {"forwards_per_step": each, "steps": len(steps), "site": site},
         gain_ns=gain if prefix else ALL,
-        calm=((generating or each >= _SERIES) and not gathered and not prefix)
+        calm=((needed or each >= _SERIES) and not gathered and not prefix)
         or (bool(steps) and steps <= _without_some_model(book)),
         run="forward runs" if one_alone else "forwards run",
         whose="its" if one_alone else "their",

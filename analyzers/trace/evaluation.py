@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
+from operator import attrgetter
 from statistics import quantiles
 
 import msgspec
@@ -62,8 +63,9 @@ def evaluation(tables: RankTables) -> Evaluation:
 
     A backward belongs to the latest forwards before it that ran its modules, for each module as many as it
     has ``pre_backward`` labels: a head that runs once more for its loss leaves the blocks to the forward
-    before. A model of which no forward has a backward (a frozen teacher) is not evaluated: it is part of the
-    training, and left out even where its modules have the names of a trained model's.
+    before. Those with gradients enabled come first, whatever ran after them without. A model of which no
+    forward has a backward (a frozen teacher) is not evaluated: it is part of the training, and left out even
+    where its modules have the names of a trained model's.
     Where models are updated in turns, a backward may come after another's update.
     Neither is a forward that the recording cuts off from its backward.
     """
@@ -75,13 +77,14 @@ def evaluation(tables: RankTables) -> Evaluation:
     current: _Pass | None = None
     in_backward, before, updated, in_turns = False, 0, 0, False
     backward: Counter[str] = Counter()
+    nodes = _graph_nodes(tables)
     finished = -1  # labels inside the final callback belong to the backward that it ends
     for start, end, kind, fqn in _ordered(labels, frozen):
         if start < finished:
             continue
         if kind == "root_post_backward_callback":
             if in_backward:
-                in_turns |= _match(open_ones, backward, updated)
+                in_turns |= _match(open_ones, backward, updated, nodes)
                 trained |= set(backward)
             in_backward, backward, current, finished = False, Counter(), None, end
         elif "backward" in kind:
@@ -100,7 +103,7 @@ def evaluation(tables: RankTables) -> Evaluation:
         elif current is not None and kind in _ENDS_FORWARD:
             current.end = max(current.end, end)
     if in_backward:
-        _match(open_ones, backward, updated)
+        _match(open_ones, backward, updated, nodes)
         trained |= set(backward)
     if in_turns:  # backward of the last step's forwards may come in a step that is not recorded
         open_ones = [one for one in open_ones if one.start < before]
@@ -123,10 +126,14 @@ def evaluation(tables: RankTables) -> Evaluation:
 
 def keeps_graph(tables: RankTables, start: IntArray, end: IntArray) -> BoolArray:
     """Whether each pass ran with gradients enabled: FSDP2 puts a node of its own in the graph then."""
-    events = tables.trace.events
-    nodes = np.sort(events.start_ns[events.name.equals(_NODE)])
+    nodes = _graph_nodes(tables)
     kept: BoolArray = np.searchsorted(nodes, end) > np.searchsorted(nodes, start)
     return kept
+
+
+def _graph_nodes(tables: RankTables) -> IntArray:
+    events = tables.trace.events
+    return np.sort(events.start_ns[events.name.equals(_NODE)])
 
 
 def repeated_rows(tables: RankTables, passes: Sequence[tuple[int, int, int]]) -> dict[int, tuple[int, int]]:
@@ -178,8 +185,8 @@ def _is_cut_off(tables: RankTables, one: _Pass) -> bool:
     return not len(work) or int(work.launch_ns.max()) <= one.end or not len(tables.steps)
 
 
-def _match(open_ones: list[_Pass], backward: Counter[str], updated: int) -> bool:
-    """Take away the forwards that a backward belongs to, the latest first.
+def _match(open_ones: list[_Pass], backward: Counter[str], updated: int, nodes: IntArray) -> bool:
+    """Take away the forwards that a backward belongs to: those with ``nodes`` of a graph, the latest first.
 
     Returns whether one of them came before the last ``updated``: models are updated in turns.
     """
@@ -187,7 +194,10 @@ def _match(open_ones: list[_Pass], backward: Counter[str], updated: int) -> bool
         return False
     in_turns = False
     left = Counter(backward)
-    for one in reversed(list(open_ones)):
+    begins, ends = ([at(one) for one in open_ones] for at in (attrgetter("start"), attrgetter("end")))
+    bare = np.searchsorted(nodes, begins) == np.searchsorted(nodes, ends)
+    order = sorted(range(len(open_ones)), key=lambda at: (bool(bare[at]), -at))
+    for one in [open_ones[at] for at in order]:
         if _alike(left, one.modules):
             open_ones.remove(one)
             in_turns |= one.start < updated

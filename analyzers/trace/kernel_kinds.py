@@ -113,8 +113,11 @@ def _takes_double(types: str | None, dims: str | None) -> bool:
 
 
 def _with_one_hot(tables: RankTables, work: WorkTable) -> BoolArray:
-    """Whether each activity makes a one-hot matrix that the next operator multiplies, or is that product."""
-    events = tables.trace.events
+    """Whether each activity makes a one-hot matrix that the next operator multiplies, or multiplies it.
+
+    Products of backward are known by the size of the matrix.
+    """
+    events, sizes = tables.trace.events, set[tuple[int, ...]]()
     operators = np.flatnonzero(events.name.matches(lambda name: name.startswith("aten::")))
     made = operators[events.name.take(operators).equals(_ONE_HOT)]
     found = np.zeros(len(work), dtype=np.bool_)
@@ -124,29 +127,42 @@ def _with_one_hot(tables: RankTables, work: WorkTable) -> BoolArray:
         begins = np.flatnonzero(names.equals(_ONE_HOT))
         takers = np.append(np.flatnonzero(~names.matches(_AS_IT_IS.__contains__)), len(rows))
         ends = takers[np.searchsorted(takers, begins, side="right")]
-        pairs = [
-            (rows[first], rows[last])
-            for first, last in zip(begins.tolist(), ends.tolist(), strict=True)
-            if last < len(rows) and _multiplies(tables, int(rows[first]), int(rows[last]))
-        ]
+        pairs = []
+        for first, last in zip(begins.tolist(), ends.tolist(), strict=True):
+            factors = _multiplied(tables, int(rows[first]), int(rows[last])) if last < len(rows) else []
+            if factors:
+                pairs.append((rows[first], rows[last]))
+                sizes |= {size for one in factors for size in (tuple(one), tuple(one[::-1]))}
         first, last = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         spans = intervals.union(events.start_ns[first], events.end_ns[last])
         at = np.flatnonzero(work.thread == thread)
         found[at] = intervals.containing(spans.start, spans.end, work.launch_ns[at]) >= 0
+    if sizes:
+        backward = tables.phases.phase.lookup(work.phase_row).equals("backward")
+        found |= _launched_in(events, _products_with(tables, sizes), work) & backward
     return found
 
 
-def _multiplies(tables: RankTables, making: int, taking: int) -> bool:
-    """Whether the second of two operators multiplies the matrix that the first makes."""
+def _products_with(tables: RankTables, sizes: Container[tuple[int, ...]]) -> IntArray:
+    """Return the products of two matrices of which one has any of some sizes."""
+    shapes = tables.trace.shapes
+    rows = np.flatnonzero(tables.trace.events.name.take(shapes.event).equals(_PRODUCT))
+    taking = [any(one in sizes for one in _shapes(dims)) for dims in shapes.dims.take(rows).to_list()]
+    return shapes.event[rows[np.array(taking, dtype=np.bool_)]]
+
+
+def _multiplied(tables: RankTables, making: int, taking: int) -> list[list[int]]:
+    """Return the factors of the second of two operators that are the matrix which the first makes."""
     scattered = [shapes[0] for _, shapes in _calls_in(tables, making, {"aten::scatter_"}) if shapes]
     if not scattered or len(scattered[0]) < 2:
-        return False
+        return []
     size, classes = prod(scattered[0]), scattered[0][-1]
-    return any(
-        prod(factor) == size and classes in factor[-2:]
+    return [
+        factor
         for name, shapes in _calls_in(tables, taking, PRODUCTS)
         for factor in shapes[PRODUCTS[name] :][:2]
-    )
+        if prod(factor) == size and classes in factor[-2:]
+    ]
 
 
 def _calls_in(

@@ -93,6 +93,8 @@ class UnrecordedStep:
     slowdown by tracing."""
     mean_ns: float | None = None
     """Mean step time if steps are of several kinds (models updated alternately)."""
+    upper_decile_ns: float | None = None
+    """A tenth of the steps take longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

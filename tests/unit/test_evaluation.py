@@ -125,3 +125,21 @@ def test_a_forward_with_gradients_puts_a_node_in_the_graph() -> None:
     trace.host("RegisterPostBackwardFunction", 120, 130)
     times = np.array([100, 300]), np.array([200, 400])
     assert keeps_graph(rank_tables(trace.build()), *times).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("graph_in", [0, 1])
+def test_the_forward_with_a_graph_has_the_backward(graph_in: int) -> None:
+    """Two forwards, then a backward: a metric without gradients may come before or after the training's."""
+    trace = TraceBuilder()
+    for number in range(2):
+        begin = 100 * number
+        trace.label("FSDP::root_pre_forward", begin, begin + 5)
+        trace.label("FSDP::pre_forward (layers.0)", begin + 10, begin + 50)
+        if number == graph_in:
+            trace.host("RegisterPostBackwardFunction", begin + 20, begin + 30)
+    trace.label("FSDP::pre_backward (layers.0)", 200, 210)
+    trace.label("FSDP::root_post_backward_callback", 220, 230)
+    trace.device("update", 240, 250, launch=240)
+    trace.label("ProfilerStep#3", 0, 300)
+    other = 100 * (1 - graph_in)
+    assert evaluation(rank_tables(trace.build())).passes == [(3, other, other + 50)]

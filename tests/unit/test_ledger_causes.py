@@ -242,6 +242,10 @@ def test_waiting_for_offloaded_parameters_is_not_a_synchronisation_of_the_script
         ("generation/utils.py:3235 in _sample()", r"^Keep the model gathered while it generates"),
         ("ppo.py:80 in rollout()", r"^Keep the model gathered while it generates"),
         (
+            "train.py:80 in per_sample_error()",
+            r"^Run the forward at train\.py:80 in per_sample_error\(\) every few hundred steps if it only",
+        ),
+        (
             "train.py:80 in validate()",
             r"^Run the forward at train\.py:80 in validate\(\) every few hundred steps if it only",
         ),
@@ -256,7 +260,7 @@ def test_generation_is_not_to_be_left_out(site: str, change: str) -> None:
     assert re.match(change, first.remedy.change)
     for count in (1, 4):  # a series may be the training's own, as rollouts are
         kept = told(ledger_of([forwards | {"count": count}, gathers | {"count": 0}], [sharded()]))
-        named = "validate" in site and count == 1
+        named = ("validate" in site or "error" in site) and count == 1
         assert ["gathered" in one.remedy.change for one in kept if one.remedy] == [False] * named
 
 
