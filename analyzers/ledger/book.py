@@ -80,7 +80,7 @@ _NEARLY_IN_ONE = 0.9
 """Fraction of a time in one of several steps, from which it counts as that step's alone."""
 _NEARLY_ALL = 0.98
 """Part of a gain from which on it is called all of the time."""
-_BESIDE = " Including other losses at this line"
+_BESIDE = ", including other losses at this line"
 _SLOWEST = "the rank that gains least limits the others"
 SLOWED = 1.5
 """A traced step this many times as long as an unrecorded one is called slowed: its times are not its own."""
@@ -419,7 +419,7 @@ class Book:
             ns=mean(total, max(1, self.rank_steps)),
             frac=self.frac(total),
             severity=min(one.severity, joined.severity, key=SEVERITIES.index),
-            said=f"{one.said.partition(_BESIDE)[0]}{_BESIDE}, that is {self.per_step(total)}.",
+            said=self._with_cost(one, total),
             remedy=remedy,
             places=self._places(charges),
             evidence={
@@ -429,6 +429,13 @@ class Book:
             },
         )
         del self.entries[other], self._charged[other]
+
+    def _with_cost(self, entry: LedgerEntry, total: int) -> str:
+        """Return what an entry says with another cost, which includes other losses at its line."""
+        said, cost = entry.said.replace(_BESIDE, ""), self.per_step(entry.total_ns)
+        if cost in said:
+            return said.replace(cost, f"{self.per_step(total)}{_BESIDE}", 1)
+        return f"{said} That is {self.per_step(total)}{_BESIDE}."
 
     @property
     def collective_ns(self) -> Counter[str]:

@@ -6,10 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
+from support.sharded_groups import sharded_group
 
-from fsdp2prof.analyzers.trace.kernel_kinds import has_logits, makes_gradient
+from fsdp2prof.analyzers.trace.kernel_kinds import has_logits, kinds_of_compute, makes_gradient
+from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.backends import KERNEL_KINDS, KERNEL_PATTERNS, moves_memory
+from fsdp2prof.manifest import RankManifest
+from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job.job_files import open_job
 
@@ -186,6 +192,45 @@ def test_a_frozen_matrix_has_a_gradient_if_a_product_has_its_shape(
 )
 def test_logits_are_known_by_their_size(dims: str, logits: bool) -> None:
     assert has_logits(frozenset({(510, 1000)}), dims) is logits
+
+
+def kinds(timeline: Timeline, manifest: RankManifest, path: Path) -> list[str | None]:
+    """Kind of each kernel, in the order of launch."""
+    tables = rank_tables(read_trace(timeline.write(path), workers=1), manifest)
+    found = kinds_of_compute(tables, tables.work)
+    return [None if kind < 0 else KERNEL_KINDS[kind] for kind in found[np.argsort(tables.work.launch_ns)]]
+
+
+@pytest.mark.parametrize("share", [0.8, 0.2, None])
+def test_logits_count_where_most_labels_are_ignored(share: float | None, tmp_path: Path) -> None:
+    timeline = Timeline()
+    timeline.operator("aten::mm", [[512, 64], [64, 1000]], PRODUCT, 50.0)
+    timeline.operator("aten::mm", [[512, 64], [64, 64]], PRODUCT, 50.0)
+    timeline.operator("aten::_log_softmax", [[510, 1000]], ELEMENTWISE, 50.0)
+    timeline.operator("aten::nll_loss_forward", [[510, 1000], [510]], ELEMENTWISE, 50.0)
+    timeline.operator("aten::mm", [[1000, 510], [510, 64]], PRODUCT, 50.0)
+    found = kinds(timeline, RankManifest(ignored_labels=[share]), tmp_path / "trace.json")
+    assert ["ignored" if kind == "ignored" else None for kind in found] == (
+        ["ignored", None, "ignored", "ignored", "ignored"] if share == 0.8 else [None] * 5
+    )
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_gradients_of_frozen_matrices_are_products_of_backward(trains: bool, tmp_path: Path) -> None:
+    timeline = Timeline()
+    timeline.label("FSDP::pre_forward (layers.0)")
+    timeline.operator("aten::mm", [[64, 8], [8, 48]], PRODUCT, 50.0)
+    timeline.operator("aten::mm", [[512, 48], [48, 64]], PRODUCT, 50.0)
+    timeline.label("FSDP::pre_backward (layers.0)")
+    timeline.operator("aten::mm", [[512, 64], [64, 48]], PRODUCT, 50.0)
+    timeline.operator("aten::mm", [[64, 512], [512, 48]], PRODUCT, 50.0)
+    timeline.label("FSDP::post_backward (layers.0)")
+    group = sharded_group("layers.0", [64, 48], ranks=2, rows=32)
+    frozen = msgspec.structs.replace(group.parameters[0], requires_grad=trains)
+    adapter = msgspec.structs.replace(group.parameters[0], global_shape=[64, 8])
+    manifest = RankManifest(param_groups=[msgspec.structs.replace(group, parameters=[frozen, adapter])])
+    found = kinds(timeline, manifest, tmp_path / "trace.json")
+    assert found == [None] * 3 + [None if trains else "frozen_gradient"]
 
 
 def test_every_kind_has_a_word() -> None:
