@@ -349,7 +349,7 @@ class Roots:
                 return
             counts().forwards += 1
             if frozen and number not in root.only_inputs:
-                root.only_inputs[number] = need_only_inputs(inputs, named)
+                root.only_inputs[number] = bool(guard.run("inputs", need_only_inputs, inputs, named))
 
         self._replace(group, "unshard", guard.around("roots", group.unshard, unshard))
         self._replace(group, "pre_forward", guard.around("roots", group.pre_forward, pre_forward))
