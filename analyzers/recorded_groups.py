@@ -8,7 +8,7 @@ from math import prod
 from typing import TypeAlias
 
 from fsdp2prof.labels import is_root, qualified_fqn
-from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, ProcessGroupInfo, RankManifest
+from fsdp2prof.manifest import LabelsInfo, ParameterInfo, ParamGroupInfo, ProcessGroupInfo, RankManifest
 from fsdp2prof.schedule import Axis, ScheduledGroup, steady_step
 from fsdp2prof.units import dtype_bytes
 
@@ -130,10 +130,10 @@ _MOST = 0.5
 """Share of labels from which on ignoring them late is worth a look."""
 
 
-def ignored_share(manifest: RankManifest) -> float | None:
-    """Return the share of labels that the loss ignores; None if it is less than half, or unknown."""
-    known = [one for one in manifest.ignored_labels if one is not None]
-    return next((one for one in known if one >= _MOST), None) if len(known) == 1 else None
+def ignored_labels(manifest: RankManifest) -> LabelsInfo | None:
+    """Return the labels of a rank's one model that has any, if the loss ignores most of them."""
+    known = [one for one in manifest.labels if one is not None]
+    return next((one for one in known if one.ignored_frac >= _MOST), None) if len(known) == 1 else None
 
 
 def forwards_of_a_backward(manifest: RankManifest) -> int:

@@ -335,6 +335,14 @@ class OptimizerInfo(_Record):
     """Of each of its groups when last described; null where reading it would stop the host."""
 
 
+class LabelsInfo(_Record):
+    """Labels among the inputs of a root's forward, of which the loss ignores some."""
+
+    positions: Amount
+    ignored_frac: float
+    """Share of them that are -100, in samples."""
+
+
 class UnshardedInfo(_Record):
     """A tensor that every rank holds whole: FSDP neither shards it nor reduces its gradient."""
 
@@ -516,9 +524,8 @@ class RankManifest(_Record):
     padding: list[float | None] = []
     """Share of each root's tokens, in two forwards, that are padding beyond the longest row: columns with one
     value in every row at either end; null without a matrix of integers among the inputs."""
-    ignored_labels: list[float | None] = []
-    """Share of each root's labels, among the inputs of a forward, that the loss ignores (-100), in samples;
-    null without any."""
+    labels: list[LabelsInfo | None] = []
+    """Each root's labels; null where a forward gets none, or the loss ignores none."""
     norms: list[str] = []
     """Normalization layers of the models: classes with their modules."""
     process_groups: list[ProcessGroupInfo] = []

@@ -14,7 +14,7 @@ from fsdp2prof.analyzers.ledger.book import ALL, Book, by_layer, main_layer, mai
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.host_rules import RUNS_AUTOGRAD, UPDATING
 from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
-from fsdp2prof.analyzers.recorded_groups import ignored_share, repeated_units, untrained_units
+from fsdp2prof.analyzers.recorded_groups import ignored_labels, repeated_units, untrained_units
 from fsdp2prof.backends import SINGLE_PRECISION, moves_memory
 from fsdp2prof.by_key import summed
 from fsdp2prof.labels import qualified_fqn
@@ -389,10 +389,10 @@ def _of_kind(book: Book, kind: str, key: str, saved: float) -> None:
 
 def _ignored_labels(book: Book) -> None:
     """Enter the logits of all positions where the loss ignores most of their labels."""
-    shares = [share for one in book.manifests if (share := ignored_share(one)) is not None]
-    if not shares:
+    known = [labels for one in book.manifests if (labels := ignored_labels(one)) is not None]
+    if not known:
         return
-    share = sum(shares) / len(shares)
+    share = sum(one.ignored_frac for one in known) / len(known)
     mine = book.take("compute", lambda one: one.why == "ignored")
     gain = _gain_ns(book, mine, share)
     if _is_worth_it(book, gain, mine):

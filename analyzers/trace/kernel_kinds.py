@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
-from fsdp2prof.analyzers.recorded_groups import ignored_share
+from fsdp2prof.analyzers.recorded_groups import ignored_labels
 from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS, WorkTable, outermost
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.backends import KERNEL_KINDS, KERNEL_PATTERNS, PRODUCT_KERNEL, moves_memory
@@ -350,13 +350,19 @@ def makes_gradient(
 
 
 def _of_logits(tables: RankTables, work: WorkTable) -> BoolArray:
-    """Whether each activity computes logits, their loss or gradients, where the loss ignores some labels."""
-    if tables.manifest is None or ignored_share(tables.manifest) is None:
+    """Whether each activity computes logits, their loss or gradients, where the loss ignores most labels.
+
+    A loss of few more positions than have labels may be of these alone.
+    """
+    labels = None if tables.manifest is None else ignored_labels(tables.manifest)
+    if labels is None:
         return np.zeros(len(work), dtype=np.bool_)
+    selected = _SHIFTED * labels.positions * (1 - labels.ignored_frac)
     shapes = tables.trace.shapes
     names = tables.trace.events.name.take(shapes.event)
     losses = shapes.dims.take(np.flatnonzero(names.equals(_LOSS))).to_list()
-    logits = frozenset(one[0] for one in map(_shapes, losses) if one and len(one[0]) == _FACTORS)
+    scores = [one[0] for one in map(_shapes, losses) if one and len(one[0]) == _FACTORS]
+    logits = frozenset(one for one in scores if one[0] > selected)
     if not logits:
         return np.zeros(len(work), dtype=np.bool_)
     rows = np.flatnonzero(shapes.dims.matches(partial(has_logits, logits)))

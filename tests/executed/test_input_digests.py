@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh
+from fsdp2prof.manifest import LabelsInfo
 from fsdp2prof.recorder.model import ownership
 from fsdp2prof.recorder.model.inputs import (
     Padding,
@@ -76,7 +77,8 @@ def test_nothing_is_read_while_a_profiler_runs() -> None:
     ],
 )
 def test_labels_that_the_loss_ignores_are_counted(labels: torch.Tensor, share: float | None) -> None:
-    assert ignored_labels((WORDS,), {"labels": labels}) == share
+    found = ignored_labels((WORDS,), {"labels": labels})
+    assert found == (None if share is None else LabelsInfo(positions=labels.numel(), ignored_frac=share))
 
 
 ROWS = torch.tensor([[5, 6, 7, 8, 0, 0, 0, 0], [5, 6, 0, 0, 0, 0, 0, 0]])
@@ -88,6 +90,7 @@ ROWS = torch.tensor([[5, 6, 7, 8, 0, 0, 0, 0], [5, 6, 0, 0, 0, 0, 0, 0]])
         ({"ids": ROWS}, 0.5),
         ({"ids": ROWS.flip(1)}, 0.5),
         ({"ids": ROWS, "mask": (ROWS != 0).long(), "kind": torch.zeros_like(ROWS)}, 0.5),
+        ({"ids": ROWS, "mask": torch.ones_like(ROWS)}, 0.0),  # an image begins or ends each row
         ({"ids": ROWS, "positions": torch.arange(8).expand(2, 8)}, 0.0),
         ({"ids": ROWS[:, :4]}, 0.0),  # one row needs it all
         ({"ids": ROWS, "labels": torch.where(ROWS == 0, -100, ROWS)}, 0.5),

@@ -14,7 +14,7 @@ from support.sharded_groups import sharded_group
 from fsdp2prof.analyzers.trace.kernel_kinds import has_logits, kinds_of_compute, makes_gradient
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.backends import KERNEL_KINDS, KERNEL_PATTERNS, moves_memory
-from fsdp2prof.manifest import RankManifest
+from fsdp2prof.manifest import LabelsInfo, RankManifest
 from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job.job_files import open_job
@@ -201,17 +201,27 @@ def kinds(timeline: Timeline, manifest: RankManifest, path: Path) -> list[str | 
     return [None if kind < 0 else KERNEL_KINDS[kind] for kind in found[np.argsort(tables.work.launch_ns)]]
 
 
-@pytest.mark.parametrize("share", [0.8, 0.2, None])
-def test_logits_count_where_most_labels_are_ignored(share: float | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("labels", "named"),
+    [
+        (LabelsInfo(positions=512, ignored_frac=0.8), True),
+        (LabelsInfo(positions=2560, ignored_frac=0.8), False),  # the loss has those with a label alone
+        (LabelsInfo(positions=512, ignored_frac=0.2), False),
+        (None, False),
+    ],
+)
+def test_logits_count_where_most_labels_are_ignored(
+    labels: LabelsInfo | None, named: bool, tmp_path: Path
+) -> None:
     timeline = Timeline()
     timeline.operator("aten::mm", [[512, 64], [64, 1000]], PRODUCT, 50.0)
     timeline.operator("aten::mm", [[512, 64], [64, 64]], PRODUCT, 50.0)
     timeline.operator("aten::_log_softmax", [[510, 1000]], ELEMENTWISE, 50.0)
     timeline.operator("aten::nll_loss_forward", [[510, 1000], [510]], ELEMENTWISE, 50.0)
     timeline.operator("aten::mm", [[1000, 510], [510, 64]], PRODUCT, 50.0)
-    found = kinds(timeline, RankManifest(ignored_labels=[share]), tmp_path / "trace.json")
+    found = kinds(timeline, RankManifest(labels=[labels]), tmp_path / "trace.json")
     assert ["ignored" if kind == "ignored" else None for kind in found] == (
-        ["ignored", None, "ignored", "ignored", "ignored"] if share == 0.8 else [None] * 5
+        ["ignored", None, "ignored", "ignored", "ignored"] if named else [None] * 5
     )
 
 

@@ -11,6 +11,7 @@ from weakref import ref
 import torch
 from torch.autograd import _profiler_enabled
 
+from fsdp2prof.manifest import LabelsInfo
 from fsdp2prof.recorder.model.members import unseen_by_modes
 
 _TYPES = frozenset(
@@ -43,8 +44,8 @@ def input_digest(*inputs: Any) -> str | None:
 
 
 @unseen_by_modes()
-def ignored_labels(*inputs: Any) -> float | None:
-    """Return the share of a forward's labels that the loss ignores, in samples; None without such labels.
+def ignored_labels(*inputs: Any) -> LabelsInfo | None:
+    """Describe a forward's labels if the loss ignores some, from samples; None without such labels.
 
     Labels are integers with the value that ``cross_entropy`` ignores unless told otherwise.
     """
@@ -54,7 +55,7 @@ def ignored_labels(*inputs: Any) -> float | None:
                 labels = _sample(tensor)
                 ignored = int((labels == _IGNORED).sum())
                 if ignored:
-                    return ignored / labels.numel()
+                    return LabelsInfo(positions=tensor.numel(), ignored_frac=ignored / labels.numel())
     return None
 
 
@@ -112,12 +113,17 @@ class Padding:
 
 
 def _constant_end(tokens: torch.Tensor) -> int | None:
-    """Return the columns at either end in which every row has the same value; None if all have, or labels."""
+    """Return the columns at either end in which every row has the same value; None if all are 0, or labels.
+
+    A mask of ones says that nothing is padding.
+    """
     for turned in (tokens, tokens.flip(1)):
         value = turned[0, -1]
         others = (turned != value).any(0).nonzero()
-        if not len(others) or value == _IGNORED:
+        if value == _IGNORED:
             return None
+        if not len(others):
+            return 0 if value else None
         if (columns := tokens.shape[1] - 1 - int(others[-1])) > 1:  # one may begin or end each row
             return columns
     return 0

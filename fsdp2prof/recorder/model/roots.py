@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 
 from fsdp2prof.labels import root_label
+from fsdp2prof.manifest import LabelsInfo
 from fsdp2prof.recorder.guard import guard
 from fsdp2prof.recorder.model.inputs import (
     Identity,
@@ -57,8 +58,7 @@ class Root:
         self._forwards_in_order = 0
         self.inputs: list[str | None] = []
         """Digests of what its first forwards get: with gradients, or of a frozen root the first of a step."""
-        self.ignored: float | None = None
-        """Share of labels that the loss ignores."""
+        self.labels: LabelsInfo | None = None
         self.padding = Padding()
         self.reused: list[bool] = []
         """Whether the first forward of each step gets the tensors of the step before."""
@@ -122,7 +122,7 @@ class Root:
             if self._is_first if frozen else torch.is_grad_enabled():
                 self.inputs.append(input_digest(inputs, named))
                 if not frozen:
-                    self.ignored = ignored_labels(inputs, named) if self.ignored is None else self.ignored
+                    self.labels = self.labels or ignored_labels(inputs, named)
                     self.padding.note(inputs, named)
 
     @unseen_by_modes()

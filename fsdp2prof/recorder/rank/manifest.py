@@ -104,7 +104,7 @@ class ManifestFile:
             self.manifest.inputs = [list(root.inputs) for root in self._roots]
             self.manifest.reused_inputs = [list(root.reused) for root in self._roots]
             self.manifest.padding = [root.padding.share for root in self._roots]
-            self.manifest.ignored_labels = [root.ignored for root in self._roots]
+            self.manifest.labels = [root.labels for root in self._roots]
             self.manifest.norms = describe.describe_norms(self._roots)
             self.manifest.process_groups = describe.describe_process_groups(groups)
         self.manifest.optimizers = describe.describe_optimizers(self._watch.optimizers)
