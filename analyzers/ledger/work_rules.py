@@ -93,7 +93,8 @@ def enter_repeated_update(book: Book) -> None:
     """Enter the optimizer's matrix products if every rank computes all of them.
 
     This is the case if the optimizer gathers the model's matrices once, and issues nothing else that could
-    exchange results. A rank of N that computes its share saves (N - 1) / N, minus a second exchange.
+    exchange results. A rank of N that computes its share saves (N - 1) / N, minus a second exchange: a gain is
+    of the time without waiting for a core, so the exchange counts in that proportion.
     """
     beside = [one for one in book.left("other_communication") if one.phase == "optimizer"]
     trained = sum(
@@ -107,7 +108,9 @@ def enter_repeated_update(book: Book) -> None:
     if not 0 < gathered <= _ONCE * trained or any(one.op != "all_gather" for one in beside if one.bytes):
         return
     mine = book.take("compute", lambda one: one.why == "update")
-    gain = sum(one.ns for one in mine) * (ranks - 1) / ranks - sum(one.ns for one in beside)
+    own = sum(one.ns for one in mine)
+    running = own / max(1, own + sum(one.ns for one in book.waiting_at(mine)))
+    gain = own * (ranks - 1) / ranks - running * sum(one.ns for one in beside)
     if _is_worth_it(book, gain, mine):
         book.enter(mine, "repeated_update", gain_ns=gain, ranks=ranks, site=book.main_site(beside))
     else:
