@@ -28,6 +28,8 @@ from fsdp2prof.recorder.model.step_counts import GroupCounts, StepCounts
 _COMPARED = 2
 """Forwards of a root, outside captured steps, whose inputs are compared between ranks; if it is frozen, of
 different steps."""
+_STEPS_COMPARED = 32
+"""Steps whose inputs are compared with those of the step before."""
 
 
 class Range(record_function):
@@ -128,7 +130,7 @@ class Root:
     @unseen_by_modes()
     def note_reuse(self, inputs: Any, named: Any) -> None:
         """Note whether the first forward of a step gets the very tensors of the step before, unchanged."""
-        if self._is_first:
+        if self._is_first and len(self.reused) < _STEPS_COMPARED:
             given = identities(inputs, named)
             if self._given is not None:
                 self.reused.append(are_same(self._given, given))
