@@ -93,8 +93,8 @@ def enter_repeated_update(book: Book) -> None:
     """Enter the optimizer's matrix products if every rank computes all of them.
 
     This is the case if the optimizer gathers the model's matrices once, and issues nothing else that could
-    exchange results. A rank of N that computes its share saves (N - 1) / N, minus a second exchange: gains are
-    of the time without waiting for a core, so the exchange counts in that proportion.
+    exchange results. A rank of N that computes its share saves (N - 1) / N, minus a second exchange, in the
+    proportion of the time without waiting for a core.
     """
     beside = [one for one in book.left("other_communication") if one.phase == "optimizer"]
     trained = sum(
