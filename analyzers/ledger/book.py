@@ -80,7 +80,8 @@ _NEARLY_IN_ONE = 0.9
 """Fraction of a time in one of several steps, from which it counts as that step's alone."""
 _NEARLY_ALL = 0.98
 """Part of a gain from which on it is called all of the time."""
-_BESIDE = ", including other losses at this line"
+_AT_THIS_LINE = "at this line"
+_BESIDE = f" (other losses {_AT_THIS_LINE} included)"
 _SLOWEST = "the rank that gains least limits the others"
 SLOWED = 1.5
 """A traced step this many times as long as an unrecorded one is called slowed: its times are not its own."""
@@ -410,7 +411,7 @@ class Book:
                 remedy,
                 gain_ns=gain,
                 gain_frac=part,
-                reason=UNTRACED if gain == room else f"{remedy.reason}, and the other losses at this line",
+                reason=UNTRACED if gain == room else _with_others(remedy.reason),
                 what_if=remedy.what_if if same else None,  # a replay of one part says less
             )
         self.entries[first] = replace(
@@ -536,3 +537,8 @@ def main_layers(charges: Sequence[Charge]) -> str | None:
 def worst_layer(charges: Sequence[Charge]) -> str | None:
     """Return the layer with most of some charges."""
     return by_layer(charges)[0][0] if charges else None
+
+
+def _with_others(reason: str) -> str:
+    """Return the reason of a gain that includes other losses at the same line."""
+    return reason if _AT_THIS_LINE in reason else f"{reason}, and the other losses {_AT_THIS_LINE}"
