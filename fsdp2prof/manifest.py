@@ -319,6 +319,9 @@ class RootInfo(_Record):
     """Forwards with gradients through registered methods (``register_fsdp_forward_method``)."""
     evaluations: Index | None = None
     """Forwards without gradients per captured step."""
+    updates: Index | None = None
+    """Forwards before which parameters had changed since the forward before, as in sharpness-aware
+    minimization, in the captured step with most. Of changes that torch's version counters show."""
 
 
 class OptimizerInfo(_Record):

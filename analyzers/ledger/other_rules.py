@@ -257,7 +257,7 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     elif kind == "broadcast" and count >= _MANY and size <= _USUAL_BYTES:
         change = fill(wordings("ledger")["outside_fsdp/broadcasts"]["change"], {"site": site})
     elif numbers:
-        change += " " + wordings("ledger")["outside_fsdp/numbers"]["change"]
+        change = f"{wordings('ledger')['outside_fsdp/numbers']['change']} Or {change[0].lower()}{change[1:]}"
     elif by_optimizer:
         more += " The optimizer issues them, because it needs more than its shard of each parameter."
     few = not book.on_device and kind != "barrier" and count < _own_count(book)

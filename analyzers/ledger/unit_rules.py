@@ -107,17 +107,23 @@ def _backwards_of_one_forward(book: Book, times: int) -> bool:
 def _reductions(book: Book, op: str) -> tuple[int, bool]:
     """Reductions of every layer's gradients per step, and whether the run itself states them.
 
-    An optimizer that calls a closure reduces once per call: those are evaluations of the loss at other
-    parameters, not micro-batches.
+    An optimizer that calls a closure reduces once per call, and sharpness-aware minimization in each of two
+    passes: those are gradients at other parameters, not micro-batches.
     """
     seen = min((row.count for row in book.rows(op) if row.count), default=0)
     if any("LBFGS" in one.class_name for manifest in book.manifests for one in manifest.optimizers):
         return min(seen, 1), True
     told = [one.gradient_syncs for one in book.manifests if one.param_groups]
     batches = [one.micro_batches for one in book.manifests if one.param_groups and one.micro_batches]
-    if any(syncs is not None for syncs in told):
-        return min([seen, *(syncs for syncs in told if syncs is not None), *batches]), True
-    return seen, False
+    known = any(syncs is not None for syncs in told)
+    reductions = min([seen, *(syncs for syncs in told if syncs is not None), *batches]) if known else seen
+    return max(min(reductions, 1), reductions // (1 + _updates(book))), known
+
+
+def _updates(book: Book) -> int:
+    """Return how often the parameters change between the forwards of a step, on every rank."""
+    each = [[root.updates or 0 for root in one.roots] for one in book.manifests if one.param_groups]
+    return min((max(updates, default=0) for updates in each), default=0)
 
 
 def _gathered_repeatedly(book: Book) -> None:

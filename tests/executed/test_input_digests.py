@@ -185,3 +185,27 @@ def test_a_square_boolean_buffer_is_described_with_what_is_true(
     mask: torch.Tensor, fraction: float | None
 ) -> None:
     assert ownership._true_frac(mask) == (None if fraction is None else pytest.approx(fraction, abs=0.01))
+
+
+@torch.no_grad()
+def climb(model: nn.Module) -> None:
+    for one in model.parameters():
+        one.add_(1.0)
+
+
+def test_parameters_that_change_between_the_forwards_of_a_step_are_counted() -> None:
+    """As in sharpness-aware minimization; an update between steps is the optimizer's."""
+    roots = Roots(lambda: None)
+    with fake_process_group(MeshSpec(dp_shard=2)) as device_mesh:
+        model: Any = fully_shard(nn.Linear(4, 4), mesh=fsdp_mesh(device_mesh))
+        roots.watch(model)
+        counted = []
+        for climbs in (False, True):
+            for second in (False, True):
+                if climbs and second:
+                    climb(model)
+                model(torch.rand(2, 4)).sum().backward()
+            counted += [one.updates for one in roots.end_step().values()]
+            climb(model)
+        assert counted == [0, 1]
+        roots.remove()

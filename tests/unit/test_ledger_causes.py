@@ -880,6 +880,23 @@ def test_two_backwards_of_one_forward_are_no_micro_batches(forwards: int, remedy
     assert first.ns == (20 if forwards == 1 else 10) * MS, "a second backward gathers, too"
 
 
+@pytest.mark.parametrize(("updates", "named"), [(0, True), (1, False), (None, True)])
+def test_gradients_at_other_parameters_are_no_micro_batches(updates: int | None, named: bool) -> None:
+    """Two passes a step; where the parameters change in between, both reduce."""
+    manifest = sharded(forwards=2)
+    roots = [RootInfo(root=0, micro_batches=2, gradient_syncs=2, updates=updates)]
+    manifest = msgspec.structs.replace(manifest, roots=roots)
+    analysis = trace_analysis()
+    rows = [replace(row, count=2) if row.op == "reduce_scatter" else row for row in analysis.groups]
+    reduced = Charge(rank=0, step=0, cause="communication", ns=20 * MS, op="reduce_scatter", phase="backward")
+    charges = [
+        replace(reduced, rank=rank.rank, step=step.step) for rank in analysis.ranks for step in rank.steps
+    ]
+    ledger = with_ledger(replace(analysis, groups=rows), charges, [manifest]).ledger
+    assert ledger is not None
+    assert ("reduced_every_micro_batch" in [one.id for one in told(ledger)]) is named
+
+
 @pytest.mark.parametrize(("own_ms", "named"), [(10, True), (15, False)])
 def test_a_thread_that_computes_more_than_the_training_holds_it_up_after_collectives(
     own_ms: int, named: bool

@@ -70,6 +70,8 @@ class Root:
         self.is_wrapped = False
         """Whether the hooks of its backward are watched."""
         self._only_trained = False
+        self._version: int | None = None
+        """Of a trained parameter, as the latest forward with gradients found it."""
         self._module = ref(module)
 
     def note_forward_order(self) -> None:
@@ -99,6 +101,15 @@ class Root:
             if 0 < length < len(order) and order == order[:length] * (len(order) // length):
                 self.forward_order, self._forwards_in_order = order[:length], 0
         return counts
+
+    def note_version(self) -> None:
+        """Note before a forward with gradients whether a trained parameter changed since the one before."""
+        parameter, before = self.trained_parameter(), self._version
+        both = [parameter, getattr(parameter, "_local_tensor", None)]  # a script may change either
+        known = parameter is not None and not any(one is not None and one.is_inference() for one in both)
+        self._version = sum(one._version for one in both if one is not None) if known else None
+        if self.counts.forwards and None not in (before, self._version):
+            self.counts.updates += before != self._version
 
     def evaluated(self) -> None:
         """A forward without gradients begins."""
@@ -275,6 +286,7 @@ class Roots:
             if self._marking:
                 self._close_after_forward(root)
         if torch.is_grad_enabled():
+            root.note_version()
             root.counts.forwards += 1
         else:
             root.evaluated()

@@ -71,6 +71,8 @@ class StepCounts:
     """Those of them by a method of ``register_fsdp_forward_method``."""
     evaluations: int = 0
     """Forwards without."""
+    updates: int = 0
+    """Forwards before which parameters had changed since the one before."""
     backwards: int = 0
     """Whatever forwards each follows."""
     gradient_syncs: int | None = 0
@@ -115,6 +117,7 @@ class RootSteps:
     def __init__(self) -> None:
         self._steps = 0
         self._seen: dict[int, set[tuple[int | None, ...]]] = {}
+        self._updates = Counter[int]()
         self._groups: list[dict[int, dict[int, GroupCounts] | None]] = []
 
     def add(self, step: Mapping[int, StepCounts]) -> None:
@@ -122,13 +125,18 @@ class RootSteps:
         for index, counts in step.items():
             before = {_IDLE} if self._steps else set()
             self._seen.setdefault(index, before).add(_described(counts))
+            self._updates[index] = max(self._updates[index], counts.updates)
         self._steps += 1
         self._groups.append({index: one.groups if one.sees_groups else None for index, one in step.items()})
 
     def describe(self) -> list[RootInfo]:
         """Say of each root what was the same in all captured steps."""
         return [
-            RootInfo(root=index, **dict(zip(_NAMES, map(_common, zip(*seen, strict=True)), strict=True)))
+            RootInfo(
+                root=index,
+                updates=self._updates[index],
+                **dict(zip(_NAMES, map(_common, zip(*seen, strict=True)), strict=True)),
+            )
             for index, seen in sorted(self._seen.items())
         ]
 
