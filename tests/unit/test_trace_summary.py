@@ -290,9 +290,9 @@ def test_a_loss_that_nothing_explains_is_named_with_what_would_explain_it() -> N
     assert on_a_gpu(replace(trace_analysis(), ranks=little)).verdict[0] == "Nothing to fix was found."
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_the_ledger_of_summaries_is_that_of_their_findings(told: bool) -> None:
-    """With thresholds that no loss reaches, neither reports one."""
+@pytest.mark.parametrize("reached", [True, False])
+def test_the_ledger_of_summaries_is_that_of_their_findings(reached: bool) -> None:
+    """Where no loss reaches a threshold, neither reports one."""
     parts = [
         replace(
             trace_analysis(),
@@ -300,9 +300,9 @@ def test_the_ledger_of_summaries_is_that_of_their_findings(told: bool) -> None:
         )
         for rank in trace_analysis().ranks
     ]
-    most = FindingThresholds() if told else FindingThresholds(host_bound_frac=2)
+    most = FindingThresholds() if reached else FindingThresholds(host_bound_frac=2)
     merged = merge_results([on_a_gpu(part) for part in parts], [], most)
     assert merged.ledger is not None
     reported = {one.id for one in merged.ledger.entries if one.told}
-    assert bool(reported) is told
+    assert bool(reported) is reached
     assert reported <= {one.id for one in merged.findings}
