@@ -361,7 +361,7 @@ TRAININGS: list[Case] = [
         "muon",
         "an optimizer that computes the whole update on every rank",
         "repeated_update",
-        "share",
+        "distribute",
         {"optimizer": "muon"},
         None,
         mended={"optimizer": "muon_shared"},
@@ -434,6 +434,7 @@ TRAININGS: list[Case] = [
         None,
         more={"dim": 256},
         common={"dim": 256},
+        excused="garbage_collection",  # a save leaves many objects
     ),
     *_habit(
         "discarded-forward",
