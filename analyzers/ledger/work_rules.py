@@ -71,8 +71,9 @@ def _is_untrained(units: Collection[str], one: Charge) -> bool:
 
 def enter_repeated_forward(book: Book) -> None:
     """Enter forwards of frozen models whose inputs are those of the step before, in every step or in some."""
-    units = {unit: share for one in book.manifests for unit, share in repeated_units(one).items()}
-    share = min(units.values(), default=0.0)
+    repeated = [repeated_units(one) for one in book.manifests]
+    units = {unit for one in repeated for unit in one}
+    share = min((share for one in repeated for share in one.values()), default=0.0)
     mine = [
         one
         for cause in ("compute", "fsdp_copy", "host", "communication")
