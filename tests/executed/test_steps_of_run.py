@@ -85,7 +85,7 @@ def pipelined(model: Any) -> None:
 def root_info(*counts: int | None, unreduced: int | None = 0) -> RootInfo:
     """Micro-batches, gradient syncs, all-reduces and reshards of the only root."""
     names = ("micro_batches", "gradient_syncs", "all_reduces", "reshards")
-    told = {"unreduced": unreduced, "method_forwards": 0, "evaluations": 0}
+    told = {"unreduced": unreduced, "method_forwards": 0, "evaluations": 0, "updates": 0}
     return RootInfo(root=0, **told, **dict(zip(names, counts, strict=True)))
 
 
