@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from msgspec import structs
+
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
@@ -144,7 +146,7 @@ def _predicted(run: Published, policy: PolicySpec) -> float:
 
 
 def _without_version(policy: PolicySpec) -> tuple[PolicySpec, TorchRules]:
-    return replace(policy, torch=None), replace(policy.rules, version="")
+    return replace(policy, torch=None), structs.replace(policy.rules, version="")
 
 
 def formulas(run: Published, parameters: int, largest_layer: int) -> dict[str, float]:

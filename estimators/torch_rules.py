@@ -7,9 +7,10 @@ checks for a version. An estimate is for the given version, by default the insta
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cache
 from inspect import getsource, signature
+
+import msgspec
 
 from fsdp2prof.errors import ModelError
 
@@ -17,8 +18,7 @@ _OLDEST, _NEWEST = (2, 4), (2, 13)
 """Versions whose source was read."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TorchRules:
+class TorchRules(msgspec.Struct, frozen=True, kw_only=True):
     """The behaviour of one version of torch."""
 
     version: str

@@ -6,8 +6,8 @@ Parsed here once, for the recorder that tags allocations by them and for the ana
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 AUTOGRAD_NODE = "autograd::engine::evaluate_function"
 """Prefix of the ranges that autograd puts around each backward node, where the labels include them."""
@@ -49,8 +49,7 @@ NAMELESS = BEFORE_FORWARD | {"cast_forward_outputs"}
 """Labels that never carry a module."""
 
 
-@dataclass(frozen=True, slots=True)
-class FsdpLabel:
+class FsdpLabel(NamedTuple):
     """A parsed label."""
 
     kind: str

@@ -12,13 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-Sync = Literal["last", "each"]
-"""Gradients are reduced after the last micro-batch of a step, or after each
-(``set_requires_gradient_sync``)."""
-AllReduce = Literal["each", "last", "never"]
-"""Every reduction of a step is all-reduced, or the last one, or none (``set_requires_all_reduce``)."""
+if TYPE_CHECKING:
+    from fsdp2prof.vocabulary import AllReduce, Sync
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

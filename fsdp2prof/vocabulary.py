@@ -7,8 +7,7 @@ chart, a line of a legend) is made from its row here, so that a new row appears 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fsdp2prof.labels import is_root
 
@@ -21,8 +20,14 @@ NO_LAYER = "(no layer)"
 """Stands where a module's name would, for what no module caused or none is known to have caused."""
 
 
-@dataclass(frozen=True, slots=True)
-class Word:
+Sync = Literal["last", "each"]
+"""Gradients are reduced after the last micro-batch of a step, or after each
+(``set_requires_gradient_sync``)."""
+AllReduce = Literal["each", "last", "never"]
+"""Every reduction of a step is all-reduced, or the last one, or none (``set_requires_all_reduce``)."""
+
+
+class Word(NamedTuple):
     """How a word of a column or key is shown."""
 
     label: str
@@ -33,8 +38,7 @@ class Word:
     """In charts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
+class Measurement(NamedTuple):
     """Something that a bench measures on one device."""
 
     label: str

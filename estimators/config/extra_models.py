@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -14,8 +13,7 @@ _SIZE = re.compile(r"(\d{1,5})x(\d{1,5})")
 _MOST_PIXELS = 1 << 26
 
 
-@dataclass(frozen=True, slots=True)
-class ImageSize(Written):
+class ImageSize(Written, frozen=True):
     """Width and height in pixels."""
 
     width: int
@@ -55,8 +53,7 @@ _MOST = 8
 _LONGEST = 4096
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExtraModel:
+class ExtraModel(msgspec.Struct, frozen=True, kw_only=True):
     """One frozen model and its role."""
 
     source: str
@@ -67,8 +64,7 @@ class ExtraModel:
         return self.source if self.role == "reference" else f"{self.role}={self.source}"
 
 
-@dataclass(frozen=True, slots=True)
-class ExtraModels(Written):
+class ExtraModels(Written, frozen=True):
     """The models in the order in which they run."""
 
     others: tuple[ExtraModel, ...]

@@ -3,8 +3,9 @@ keep."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
+
+import msgspec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Part: TypeAlias = tuple[str, int, str]
@@ -13,8 +14,7 @@ _LEAST = 4096
 """Smaller tensors, and tensors that blocks do not divide, have states of their own dtype (torchao)."""
 
 
-@dataclass(frozen=True, slots=True)
-class LowBits:
+class LowBits(msgspec.Struct, frozen=True):
     """How the states' elements are held."""
 
     bits: int
@@ -50,8 +50,7 @@ class LowBits:
         return parts
 
 
-@dataclass(frozen=True, slots=True)
-class MasterWeights:
+class MasterWeights(msgspec.Struct, frozen=True):
     """Moments of one dtype with fp32 weights, or with the 16 bits that bf16 weights lack (TE's FusedAdam)."""
 
     moments: str

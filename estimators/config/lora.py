@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from fsdp2prof.estimators.config.option import Dtype, Written
 
@@ -15,8 +16,7 @@ EVERY_LAYER = "all-linear"
 _NOT_MODELLED = ("fp4", "int4", "int8", "bnb-fp4", "bnb-int8", "gptq", "awq")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lora(Written):
+class Lora(Written, frozen=True, kw_only=True):
     """Adapters of one rank at the layers of some names."""
 
     r: int
@@ -43,8 +43,7 @@ class Lora(Written):
         return f"r={self.r},targets={'+'.join(self.targets)}{base}{runs}"
 
 
-@dataclass(frozen=True, slots=True)
-class LoraText:
+class LoraText(msgspec.Struct, frozen=True):
     """``r=K,targets=NAME+NAME``, perhaps ``base=DTYPE`` or ``base=nf4``, ``runs=K``; or nothing."""
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -81,8 +80,7 @@ class OptimizerKind(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeldOptimizer:
+class HeldOptimizer(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of Adam whose states another package stores in its own format; needs no such package."""
 
     source: str

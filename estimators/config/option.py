@@ -110,10 +110,8 @@ def plain(specification: Any) -> dict[str, Any]:
     }
 
 
-class Written:
+class Written(msgspec.Struct, frozen=True):
     """A value written as text in a file."""
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)

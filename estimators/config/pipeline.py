@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -66,8 +65,7 @@ SCHEDULES: dict[str, ScheduleRule] = {
 """By the word of ``--pp-schedule``."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayersPerStage:
+class LayersPerStage(msgspec.Struct, frozen=True, kw_only=True):
     """A trainer's stages by their length; how many a rank holds follows from the model's layers."""
 
     word: str

@@ -86,7 +86,7 @@ from fsdp2prof.estimators.config.pipeline import (
     stages_of,
 )
 from fsdp2prof.estimators.torch_rules import TorchRules, torch_rules
-from fsdp2prof.schedule import Sync
+from fsdp2prof.vocabulary import Sync
 
 _MOST_TOKENS = 1 << 28
 """Of a rank's micro-batch: its logits have 2**46 elements then, and sizes still fit 64 bits."""

@@ -16,7 +16,8 @@ from fsdp2prof.estimators.description import policy_as_recorded
 from fsdp2prof.estimators.traffic import Ledger
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest, RootInfo
 from fsdp2prof.results.estimate import CommEstimate, EstimatedMesh, EstimatedModel
-from fsdp2prof.schedule import AllReduce, Event, Sync, steady_step
+from fsdp2prof.schedule import Event, steady_step
+from fsdp2prof.vocabulary import AllReduce, Sync
 
 
 def estimate_comm_of_run(

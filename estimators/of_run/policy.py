@@ -16,7 +16,7 @@ from fsdp2prof.estimators.config.option import ByUnit
 from fsdp2prof.estimators.of_run.communication import RootStep, step_of_root
 from fsdp2prof.estimators.torch_rules import torch_rules
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, RankManifest
-from fsdp2prof.schedule import Sync
+from fsdp2prof.vocabulary import Sync
 
 _FUSED_NORMS = (
     "apex.",

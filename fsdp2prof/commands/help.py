@@ -4,10 +4,9 @@ options."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import click
 
@@ -50,8 +49,7 @@ class Option(click.Option):
             self.opts = names
 
 
-@dataclass(frozen=True, slots=True)
-class Heading:
+class Heading(NamedTuple):
     """A heading of help; calling it adds an option below it, as ``click.option`` does."""
 
     title: str

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from click.core import ParameterSource
@@ -82,8 +81,7 @@ IN_A_NODE = ("--gpus-per-node", "--network", "--nics-per-node")
 """Options of a place that say nothing without ``--hardware``."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where a run is, as the options say."""
 
     hardware: str | None
@@ -213,8 +211,7 @@ def numbers_option(
     return under(flag, help=what, everyday=everyday, former=former, **attributes)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobChoice:
+class JobChoice(NamedTuple):
     """Which of a job's files a command reads."""
 
     ranks: frozenset[int] | None

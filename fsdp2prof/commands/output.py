@@ -7,9 +7,8 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -39,8 +38,7 @@ _FRAME_S = 0.1
 """Seconds between progress lines without a terminal."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """Where a command's result goes."""
 
     path: Path | None

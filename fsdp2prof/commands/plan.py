@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -113,7 +112,7 @@ def plan(
     if global_batch is None and most != "batch-size":
         raise UsageError("plan needs --global-batch: sequences of one optimizer step, all ranks together")
     if place.network is None and gpus > place.gpus_per_node:
-        place = replace(place, network="400gb-ib")
+        place = place._replace(network="400gb-ib")
     cluster = place.cluster()
     fixed_mesh, fixed_policy = parse_fixed(fix)
     amount, currency = _price(price)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +60,7 @@ def _beside(path: Path, output: Output) -> Output:
     place = path / _NAME if path.is_dir() else path.with_name(f"{path.name}.{_NAME}")
     force = output.force or _is_report(place)
     refuse_existing(place, force)
-    return replace(output, path=place, force=force)
+    return output._replace(path=place, force=force)
 
 
 def _is_report(path: Path) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from fsdp2prof.errors import InputError, ModelError
 from fsdp2prof.estimators.config.inputs import make_spec
@@ -637,8 +637,8 @@ def test_pipelines_experts_and_patterns_of_automodel(tmp_path: Path) -> None:
     assert stages.schedule(48, 0) == "interleaved:6"
     with pytest.raises(ModelError, match="13 stages are not a multiple of pp=2"):
         stages.schedule(48, 1)
-    assert replace(stages, rounding="down").schedule(48, 1) == "interleaved:6"
-    assert replace(stages, rounding="up").schedule(48, 1) == "interleaved:7"
+    assert structs.replace(stages, rounding="down").schedule(48, 1) == "interleaved:6"
+    assert structs.replace(stages, rounding="up").schedule(48, 1) == "interleaved:7"
     with pytest.raises(ModelError, match="add --pp-schedule interleaved:K"):
         stages.schedule(None, 0)
     with pytest.raises(ModelError, match="needs two stages a rank"):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from fsdp2prof.reporters.document import Document
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RenderOptions:
+class RenderOptions(NamedTuple):
     """Options for rendering one document; each renderer reads those that apply to it."""
 
     source: str = ""
@@ -40,8 +38,7 @@ class Renderer(Protocol):
 __all__ = ["RENDERERS", "Format", "RenderOptions"]
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
+class Format(NamedTuple):
     """A format's properties that a command needs before anything is rendered."""
 
     module: str
