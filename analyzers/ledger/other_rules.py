@@ -237,6 +237,7 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     change = _change(kind, site)
     again = kind == "all_reduce" and _of_gradients(book, mine)
     by_optimizer = order[0] == "optimizer"
+    by_model = all(phases[phase] >= _PART_OF_MODEL * cost for phase in _MODELS)
     numbers = kind == "all_reduce" and size <= _A_NUMBER and count >= _MANY
     gain, saved = cost * (count - 1) / count if numbers and by_optimizer else ALL, "all of them"
     if again:
@@ -247,7 +248,10 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
             " Their sizes are those of the parameters that FSDP ignores, whose gradients it does not reduce."
         )
         change = fill(wordings("ledger")["outside_fsdp/ignored"]["change"], {"site": site})
-    elif kind == "all_reduce" and all(phases[phase] >= _PART_OF_MODEL * cost for phase in _MODELS):
+    elif kind in ("all_gather", "reduce_scatter") and by_model:
+        more += " The model's forward and backward issue them, as for DTensors that change their placement."
+        change = _change("redistributed", site)
+    elif kind == "all_reduce" and by_model:
         more += " The model's forward and backward issue them, as synchronized batch statistics do."
         change = fill(wordings("ledger")["outside_fsdp/in_model"]["change"], {"site": site})
         gain, saved = sum(one.ns for one in mine if one.at_once), "those that directly follow another"

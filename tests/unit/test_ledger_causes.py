@@ -930,6 +930,20 @@ def test_collectives_of_one_step_of_several_may_be_those_of_every_few_hundred(st
     assert entry.told is (steps == len(numbers))
 
 
+@pytest.mark.parametrize(
+    ("phases", "of_model"), [(("forward", "backward"), True), (("other", "other"), False)]
+)
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
+def test_collectives_of_forward_and_backward_are_not_those_of_a_metric(
+    op: str, phases: tuple[str, str], of_model: bool
+) -> None:
+    sent = {"cause": "other_communication", "ns": 5 * MS, "op": op, "count": 9, "bytes": 9 << 20}
+    (first,) = told(ledger_of([sent | {"phase": phase} for phase in phases], [sharded()]))
+    assert first.id == f"{op}_outside_fsdp"
+    assert first.remedy is not None
+    assert ("activations" in first.remedy.change) is of_model
+
+
 @pytest.mark.parametrize(("count", "named"), [(21, True), (2, False)])
 def test_barriers_are_no_usual_collectives(count: int, named: bool) -> None:
     """Fewer than FSDP's own on a CPU, where as many small all-reduces are what a training needs."""
