@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from copy import copy
 from dataclasses import replace
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, cast
 
@@ -128,7 +129,8 @@ def described_options(
             described = replace(described, given=described.given | placed)
             command(described=described, place=place, **options)
 
-        decorated: Any = with_options((*_OPTIONS, place), with_description)
+        decorated: Any = place(with_description)
+        decorated.__click_params__ += map(copy, _parameters())
         for one in decorated.__click_params__:
             name = one.name.removeprefix(_POLICY)
             one.hidden = name in unlisted
@@ -137,6 +139,16 @@ def described_options(
         return cast("Callable[..., None]", decorated)
 
     return decorate
+
+
+@cache
+def _parameters() -> list[click.Option]:
+    """The options of every description; constructing them takes longer than copying."""
+
+    def described() -> None: ...
+
+    parameters: list[click.Option] = cast("Any", with_options(_OPTIONS, described)).__click_params__
+    return parameters
 
 
 def _not_none(options: dict[str, Any]) -> dict[str, Any]:
