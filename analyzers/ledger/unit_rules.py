@@ -19,7 +19,8 @@ from fsdp2prof.units import dtype_bytes, format_bytes, plural
 
 _HALF = ("bfloat16", "float16")
 _MANY_BATCHES = 8
-"""Micro-batches of a step from which on gathering parameters once for all of them is proposed."""
+"""Micro-batches of a step from which on gathering parameters once for all of them is proposed; of fewer only
+where it costs much."""
 
 
 def enter_setup(book: Book) -> None:
@@ -167,7 +168,7 @@ def _gathered_repeatedly(book: Book) -> None:
 
 
 def _gathered_every_micro_batch(book: Book) -> None:
-    """Enter units that are gathered again in each of many micro-batches, where once is enough."""
+    """Enter units that are gathered again in each micro-batch, where once is enough."""
     manifest = next((one for one in book.manifests if one.param_groups), None)
     if manifest is None:
         return
@@ -176,7 +177,7 @@ def _gathered_every_micro_batch(book: Book) -> None:
     found, added = [], 0
     for group in manifest.param_groups:
         passes, again = batches.get(group.root, 0), group.evaluations
-        if passes < _MANY_BATCHES or group.gathers is None or again is None or group.gathers - again < passes:
+        if passes < 2 or group.gathers is None or again is None or group.gathers - again < passes:
             continue
         fqn = qualified_fqn(group.fqn, group.root, manifest.root_count)
         part = group.gathers - again - 1, group.gathers
@@ -187,7 +188,9 @@ def _gathered_every_micro_batch(book: Book) -> None:
             * (dtype_bytes(group.param_dtype or one.dtype) or 0)
             for one in group.parameters
         )
-    if book.frac(sum(one.ns for one in mine)) < book.thresholds.min_cost_frac:
+    many = any(passes >= _MANY_BATCHES for _, passes, _ in found)
+    least = book.thresholds.min_cost_frac if many else book.thresholds.high_cost_frac
+    if book.frac(sum(one.ns for one in mine)) < least:
         book.put_back(mine)
         return
     gathers, passes, fqn = max(found)

@@ -77,7 +77,7 @@ def evaluation(tables: RankTables) -> Evaluation:
     current: _Pass | None = None
     in_backward, before, updated, in_turns = False, 0, 0, False
     backward: Counter[str] = Counter()
-    nodes = _graph_nodes(tables)
+    nodes = graph_nodes(tables)
     finished = -1  # labels inside the final callback belong to the backward that it ends
     for start, end, kind, fqn in _ordered(labels, frozen):
         if start < finished:
@@ -126,12 +126,13 @@ def evaluation(tables: RankTables) -> Evaluation:
 
 def keeps_graph(tables: RankTables, start: IntArray, end: IntArray) -> BoolArray:
     """Whether each pass ran with gradients enabled: FSDP2 puts a node of its own in the graph then."""
-    nodes = _graph_nodes(tables)
+    nodes = graph_nodes(tables)
     kept: BoolArray = np.searchsorted(nodes, end) > np.searchsorted(nodes, start)
     return kept
 
 
-def _graph_nodes(tables: RankTables) -> IntArray:
+def graph_nodes(tables: RankTables) -> IntArray:
+    """When each FSDP unit whose inputs need gradients ran forward."""
     events = tables.trace.events
     return np.sort(events.start_ns[events.name.equals(_NODE)])
 

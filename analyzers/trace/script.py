@@ -20,7 +20,9 @@ import numpy as np
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.layers import SITE
 from fsdp2prof.analyzers.phases import find_rows
+from fsdp2prof.analyzers.recorded_groups import forwards_of_a_backward
 from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS, outermost
+from fsdp2prof.analyzers.trace.evaluation import graph_nodes
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.analyzers.trace.spans import loading, loading_rows
 from fsdp2prof.backends import KERNEL_KINDS
@@ -79,8 +81,8 @@ class Script:
         sites.
 
         ``outside``: whether a time is outside any forward, backward or optimizer. A loss is part of
-        training, too: backward follows it. ``named`` times have a site wherever they are, and ``placed`` ones
-        that of the loop around them.
+        training, too: backward follows it, perhaps after the next forward. ``named`` times have a site
+        wherever they are, and ``placed`` ones that of the loop around them.
         """
         sighted, loops = self._tables.sighted, self._loops
         line, away = sighted.lines.nearest(time)
@@ -97,7 +99,7 @@ class Script:
         hooked = (away <= _NEAR_NS) & sighted.lines.line.lookup(line).matches(_is_hook) & ~outside
         site = np.where(hooked, len(loops.site.values) + sighted.lines.line.lookup(line).codes, site)
         in_module = seen & (sighted.callers.nearest(time)[1] <= away)
-        reason[outside & (site >= 0) & ~in_module & ~self._before_backward(time)] += _OUTSIDE
+        reason[outside & (site >= 0) & ~in_module & ~self._of_a_loss(time)] += _OUTSIDE
         reason[hooked] = _OUTSIDE
         reason[outside & (intervals.containing(*self._loading, time) >= 0)] = LOADING
         return reason, site, (*loops.site.values, *sighted.lines.line.values)
@@ -172,10 +174,17 @@ class Script:
         found = loading(self._tables.trace, self._tables.phases)
         return found.start, found.end
 
-    def _before_backward(self, time: IntArray) -> BoolArray:
-        """Whether backward is the next phase of the host."""
+    def _of_a_loss(self, time: IntArray) -> BoolArray:
+        """Whether backward is the next phase of the host, or comes after the forwards of several losses."""
         starts, backward = self._starts
-        return np.append(backward, False)[np.searchsorted(starts, time, side="right")]
+        before = np.append(backward, False)[np.searchsorted(starts, time, side="right")]
+        manifest = self._tables.manifest
+        if manifest is None or forwards_of_a_backward(manifest) < 2:
+            return before
+        phases, nodes = self._tables.phases, graph_nodes(self._tables)
+        ends = np.sort(phases.start_ns[phases.phase.matches(lambda name: name in ("backward", "optimizer"))])
+        since = np.append(0, ends)[np.searchsorted(ends, time)]
+        return before | (np.searchsorted(nodes, time) > np.searchsorted(nodes, since))
 
     @cached_property
     def _starts(self) -> tuple[IntArray, BoolArray]:

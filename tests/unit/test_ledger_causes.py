@@ -647,18 +647,21 @@ def test_what_watches_python_is_named() -> None:
     assert "runs under cProfile" in found.message
 
 
-@pytest.mark.parametrize(("batches", "gathers", "is_told"), [(8, 16, True), (8, 1, False), (4, 8, False)])
-def test_parameters_gathered_anew_in_each_of_many_micro_batches(
-    batches: int, gathers: int, is_told: bool
+@pytest.mark.parametrize(
+    ("batches", "gathers", "each_ms", "is_told"),
+    [(8, 16, 1.0, True), (8, 1, 1.0, False), (8, 16, 0.2, True), (4, 8, 1.0, True), (4, 8, 0.2, False)],
+)
+def test_parameters_gathered_anew_in_each_micro_batch(
+    batches: int, gathers: int, each_ms: float, is_told: bool
 ) -> None:
-    """Sixteen gathers of 1 ms: fifteen could be saved, for the 2 x 96 x 64 elements that others hold."""
+    """All gathers but one of a 50 ms step could be saved, for the 2 x 96 x 64 elements that others hold."""
     manifest = sharded(gathers=gathers, evaluations=0)
     manifest.roots[0].micro_batches = batches
     found = {"cause": "communication", "fqn": "layers.0", "op": "all_gather", "phase": "forward"}
-    ledger = ledger_of([found | {"ns": 16 * MS, "count": 16}], [manifest])
+    ledger = ledger_of([found | {"ns": int(16 * each_ms * MS), "count": 16}], [manifest])
     named = [one for one in ledger.entries if one.id == "gathered_every_micro_batch"]
     assert [(one.ns, one.remedy and one.remedy.memory_bytes) for one in named] == (
-        [(15 * MS, 4 * (8 + 16) * 64 * 4)] if is_told else []
+        [(int(16 * each_ms * MS) * (gathers - 1) // gathers, 4 * (8 + 16) * 64 * 4)] if is_told else []
     )
 
 
