@@ -24,6 +24,8 @@ _OF_TRAINING = frozenset(
 _COPIES = frozenset({"clone", "deepcopy", "state_dict", "copy_", "get_model_state_dict", "get_state_dict"})
 _CLIPS = re.compile(r"clip|grad_?norm", re.IGNORECASE)
 """In the names of functions that clip gradients."""
+_NORMS = ("norm() (", "vector_norm() (")
+"""Begin the places that compute one norm after another."""
 _OFTEN = 0.75
 """Part of the steps in which a place takes time, from which on it is the step's."""
 _AGAIN = 2
@@ -155,7 +157,7 @@ def _enter_loop(book: Book, mine: list[Charge], place: str | None) -> bool:
     with_backward = phases["backward"] and len(phases) > 1
     book.enter(
         mine,
-        "python_loop",
+        "python_loop/norms" if place and place.startswith(_NORMS) else "python_loop",
         {"site": place},
         fqn=fqn,
         known=place,

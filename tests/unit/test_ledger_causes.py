@@ -620,6 +620,15 @@ def test_a_loop_takes_its_backward_along() -> None:
 
 
 @pytest.mark.parametrize(
+    ("place", "at_once"), [("norm() (loss.py:5 in loss())", True), ("loss.py:5 in loss()", False)]
+)
+def test_norms_of_parameters_have_a_remedy_of_their_own(place: str, at_once: bool) -> None:
+    (first,) = told(ledger_of([at(place, 8, "loop")]))
+    assert first.remedy is not None
+    assert ("weight_decay" in first.remedy.change) is at_once
+
+
+@pytest.mark.parametrize(
     ("reason", "checks", "is_told"), [("anomaly", 200, True), ("anomaly", 2, True), ("loop", 200, False)]
 )
 def test_anomaly_detection_is_named_by_its_checks(reason: str, checks: int, is_told: bool) -> None:
