@@ -158,7 +158,12 @@ def _ledger(book: Book) -> Ledger:
             for cause, ns in sorted(causes.items(), key=lambda item: -item[1])
         },
     )
-    return replace(ledger, bound=bound(ledger), collectives=collectives(book), not_judged=not_judged(book))
+    return replace(
+        ledger,
+        bound=bound(ledger, book.analysis.kernels),
+        collectives=collectives(book),
+        not_judged=not_judged(book),
+    )
 
 
 _LISTED = 8

@@ -82,8 +82,8 @@ def _every_micro_batch(book: Book) -> None:
     size = sum(sizes) or None
     if _backwards_of_one_forward(book, times):
         mine += book.take("communication", is_kind("all_gather", "backward"), (times - 1, times))
-        if not book.on_device:
-            mine += book.take("fsdp_copy", lambda one: one.phase == "backward", (times - 1, times))
+        for cause in ("compute",) if book.on_device else ("compute", "fsdp_copy"):
+            mine += book.take(cause, lambda one: one.phase == "backward", (times - 1, times))
         book.enter(mine, "reduced_every_micro_batch/backwards", {"reductions_per_step": times})
         return
     book.enter(

@@ -3,6 +3,7 @@ recording."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from fsdp2prof.analyzers.layers import times
@@ -10,7 +11,7 @@ from fsdp2prof.analyzers.ledger.book import SLOWED, UNTRACED, Book
 from fsdp2prof.analyzers.steps import are_unlike, differs_traced, typical_ns
 from fsdp2prof.results.ledger import NOTHING, Ledger, LedgerEntry
 from fsdp2prof.results.step import UnrecordedStep
-from fsdp2prof.results.trace import TraceAnalysis
+from fsdp2prof.results.trace import KernelRow, TraceAnalysis
 from fsdp2prof.results.what_if import WhatIfChange
 from fsdp2prof.units import format_frac, format_ns, plural
 
@@ -29,6 +30,10 @@ _MUCH_MORE = 2
 """Times the time of the first change's cause from which a larger one without a change is named beside it."""
 _NAMED = 3
 """Causes that one sentence names."""
+_OPERATORS = 2
+"""Operators that the verdict names."""
+_USUAL = re.compile("mm$|attention|conv|rnn|lstm|gru")
+"""In names of operators that models consist of."""
 _ROUNDING = 0.005
 """Fraction below which two sums of times are the same."""
 
@@ -124,8 +129,9 @@ def of_step(ledger: Ledger) -> str:
     return "of a traced step" if differs_traced(ledger.step_ns, ledger.unrecorded_step_ns) else "per step"
 
 
-def bound(ledger: Ledger) -> str:
-    """Report the cause that takes most of the step, and the next one if it takes much as well."""
+def bound(ledger: Ledger, kernels: Sequence[KernelRow]) -> str:
+    """Report the cause that takes most of the step, and the next one if it takes much as well; of compute
+    also operators beside matrix products that take much of the step."""
     if not ledger.entries or not ledger.step_ns:
         return ""
     first, *others = sorted(ledger.entries, key=lambda entry: -entry.ns)
@@ -136,7 +142,20 @@ def bound(ledger: Ledger) -> str:
         then = ""
     else:
         then = f", then {second.title} ({format_ns(second.ns)})"
-    return f"{part} of the {of} is {first.title}: {format_ns(first.ns)} ({format_frac(first.frac)}){then}."
+    beside = _beside_products(kernels) if first.cause == "compute" else ""
+    said = f"{format_ns(first.ns)} ({format_frac(first.frac)}){beside}{then}"
+    return f"{part} of the {of} is {first.title}: {said}."
+
+
+def _beside_products(kernels: Sequence[KernelRow]) -> str:
+    """Name a CPU's operators that take much of the step and are not what a model usually computes most."""
+    costly = [
+        f"{format_ns(row.total_ns)} in {row.name}"
+        for row in kernels
+        if row.kind == "compute" and row.name and row.name.startswith("aten::")
+        if (row.step_frac or 0.0) >= _MUCH and not _USUAL.search(row.name)
+    ]
+    return f", of that {' and '.join(costly[:_OPERATORS])}" if costly else ""
 
 
 def collectives(book: Book) -> str:

@@ -16,7 +16,7 @@ from support.sharded_groups import sharded_group
 from fsdp2prof.analyzers.ledger.account import with_ledger
 from fsdp2prof.analyzers.ledger.book import UNTRACED
 from fsdp2prof.analyzers.ledger.charges import Charge
-from fsdp2prof.analyzers.ledger.words import _larger, _unexplained, try_first
+from fsdp2prof.analyzers.ledger.words import _larger, _unexplained, bound, try_first
 from fsdp2prof.analyzers.recorded_groups import repeated_units, untrained_units
 from fsdp2prof.analyzers.trace.operators import KernelSum, additional_ns
 from fsdp2prof.manifest import (
@@ -33,7 +33,7 @@ from fsdp2prof.manifest import (
 from fsdp2prof.results.communication import LateRank, LateRanks
 from fsdp2prof.results.ledger import Ledger, LedgerEntry
 from fsdp2prof.results.step import UnrecordedStep
-from fsdp2prof.results.trace import HostSyncRow
+from fsdp2prof.results.trace import HostSyncRow, KernelRow
 
 MS = 1_000_000
 
@@ -878,18 +878,19 @@ def test_two_backwards_of_one_forward_are_no_micro_batches(forwards: int, remedy
     rows = [replace(row, count=2) if row.op == "reduce_scatter" else row for row in analysis.groups]
     reduced = Charge(rank=0, step=0, cause="communication", ns=20 * MS, op="reduce_scatter", phase="backward")
     gathered = replace(reduced, op="all_gather")
+    computed = replace(reduced, cause="compute", ns=8 * MS, op=None)
     charges = [
         replace(one, rank=rank.rank, step=step.step)
         for rank in analysis.ranks
         for step in rank.steps
-        for one in (reduced, gathered)
+        for one in (reduced, gathered, computed)
     ]
     ledger = with_ledger(replace(analysis, groups=rows), charges, [manifest]).ledger
     assert ledger is not None
     (first,) = [one for one in told(ledger) if one.id == "reduced_every_micro_batch"]
     assert first.remedy is not None
     assert remedy in first.remedy.change
-    assert first.ns == (20 if forwards == 1 else 10) * MS, "a second backward gathers, too"
+    assert first.ns == (24 if forwards == 1 else 10) * MS, "a second backward gathers and computes, too"
 
 
 @pytest.mark.parametrize(("updates", "named"), [(0, True), (1, False), (None, True)])
@@ -1327,3 +1328,19 @@ def test_a_much_larger_cause_without_a_change_is_named_beside_the_change(lost_ns
     ledger = ledger_of([memory | {"why": "float64"}, {"cause": "unknown", "ns": lost_ns, "phase": "forward"}])
     (first,) = told(ledger)
     assert ("A larger part" in _larger(first, ledger)) == named
+
+
+@pytest.mark.parametrize(
+    ("name", "frac", "named"),
+    [
+        ("aten::div", 0.2, True),
+        ("aten::div", 0.05, False),
+        ("aten::addmm", 0.4, False),
+        ("gelu_kernel", 0.3, False),
+    ],
+)
+def test_an_operator_that_models_do_not_consist_of_is_named_where_it_takes_much(
+    name: str, frac: float, named: bool
+) -> None:
+    row = KernelRow(name=name, kind="compute", count=4, total_ns=9 * MS, mean_ns=2 * MS, step_frac=frac)
+    assert (", of that 9.00 ms in aten::div" in bound(ledger_of([]), [row])) is named

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from support.sharded_groups import sharded_group
 from support.traces import TraceBuilder
 
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
-from fsdp2prof.analyzers.trace.script import Script, find_loops
-from fsdp2prof.manifest import HostSpan, HostStep, RankManifest
+from fsdp2prof.analyzers.trace.script import WHY, Script, find_loops
+from fsdp2prof.manifest import HostSpan, HostStep, RankManifest, RootInfo
 
 US = 1_000
 
@@ -161,3 +162,29 @@ def test_a_new_iterator_draws_a_seed_between_steps(loads: bool, found: list[tupl
     if loads:
         trace.label("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 20 * US, 30 * US)
     assert Script(rank_tables(trace.build())).new_iterators() == found
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_a_loss_is_part_of_training_also_where_another_forward_comes_first(forwards: int) -> None:
+    """A line runs after a forward with a graph, then another forward, then backward."""
+    trace = TraceBuilder()
+    trace.label("ProfilerStep#3", 0, 1000 * US)
+    for begin in (100 * US, 300 * US):
+        trace.label("FSDP::pre_forward ", begin, begin + 10 * US)
+        trace.host("RegisterPostBackwardFunction", begin + 20 * US, begin + 21 * US)
+        trace.label("FSDP::post_forward ", begin + 50 * US, begin + 60 * US)
+    trace.label("FSDP::pre_backward ", 500 * US, 510 * US)
+    trace.label("FSDP::post_backward_reduce ", 600 * US, 610 * US)
+    built = trace.build()
+    built = built.__class__(**{name: getattr(built, name) for name in built.__slots__} | {"base_time_ns": 1})
+    line = HostSpan(start_ns=200 * US, duration_ns=US, line="train.py:7 (main)")
+    manifest = RankManifest(
+        param_groups=[
+            msgspec.structs.replace(sharded_group("", [16, 64], ranks=2, rows=8), forwards=forwards)
+        ],
+        roots=[RootInfo(root=0, micro_batches=1)],
+        host_steps=[HostStep(step=3, lines=[line])],
+    )
+    script = Script(rank_tables(built, manifest))
+    reason, *_ = script.at(np.array([200 * US]), np.array([True]), looped=True)
+    assert WHY[reason[0]] == ("outside" if forwards == 1 else None)
