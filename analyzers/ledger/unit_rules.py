@@ -20,7 +20,7 @@ from fsdp2prof.units import dtype_bytes, format_bytes, plural
 _HALF = ("bfloat16", "float16")
 _MANY_BATCHES = 8
 """Micro-batches of a step from which on gathering parameters once for all of them is proposed; of fewer only
-where it costs much."""
+where it costs much on a device: on a CPU nothing hides a gather."""
 
 
 def enter_setup(book: Book) -> None:
@@ -201,6 +201,7 @@ def _gathered_every_micro_batch(book: Book) -> None:
         {"gathers": gathers, "micro_batches": passes, "memory_bytes": added},
         fqn=worst_layer(mine),
         memory_bytes=added,
+        calm=not many and not book.on_device,
         name=units,
     )
 

@@ -656,21 +656,23 @@ def test_what_watches_python_is_named() -> None:
     assert "runs under cProfile" in found.message
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize(
-    ("batches", "gathers", "each_ms", "is_told"),
+    ("batches", "gathers", "each_ms", "is_entered"),
     [(8, 16, 1.0, True), (8, 1, 1.0, False), (8, 16, 0.2, True), (4, 8, 1.0, True), (4, 8, 0.2, False)],
 )
 def test_parameters_gathered_anew_in_each_micro_batch(
-    batches: int, gathers: int, each_ms: float, is_told: bool
+    batches: int, gathers: int, each_ms: float, is_entered: bool, device: str
 ) -> None:
     """All gathers but one of a 50 ms step could be saved, for the 2 x 96 x 64 elements that others hold."""
     manifest = sharded(gathers=gathers, evaluations=0)
     manifest.roots[0].micro_batches = batches
     found = {"cause": "communication", "fqn": "layers.0", "op": "all_gather", "phase": "forward"}
-    ledger = ledger_of([found | {"ns": int(16 * each_ms * MS), "count": 16}], [manifest])
+    ledger = ledger_of([found | {"ns": int(16 * each_ms * MS), "count": 16}], [manifest], device=device)
     named = [one for one in ledger.entries if one.id == "gathered_every_micro_batch"]
+    assert [one.told for one in named] == [device == "cuda" or batches == 8] * len(named)
     assert [(one.ns, one.remedy and one.remedy.memory_bytes) for one in named] == (
-        [(int(16 * each_ms * MS) * (gathers - 1) // gathers, 4 * (8 + 16) * 64 * 4)] if is_told else []
+        [(int(16 * each_ms * MS) * (gathers - 1) // gathers, 4 * (8 + 16) * 64 * 4)] if is_entered else []
     )
 
 
