@@ -169,7 +169,7 @@ def read_accelerate_fsdp(run: Reading, *sections: str) -> None:
         said = "absent, which is 1" if version.value is None else str(version.value)
         run.refuse(
             Value("fsdp_version", version.value, version.source or "fsdp_config"),
-            f"it is {said}: FSDP1, which is not modelled; an estimate is of fsdp_version: 2",
+            f"it is {said}: FSDP1, which is not modelled; as FSDP2: --override {sections[0]}.fsdp_version=2",
         )
     run.get(f"{sections[0]}.fsdp_version")
     run.says("FSDP", "fully_shard", version)
