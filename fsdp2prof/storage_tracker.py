@@ -430,8 +430,18 @@ def _reachable_tensors() -> Iterator[torch.Tensor]:
             ):
                 continue
             yield item
-            if item.is_leaf and item.grad is not None:
-                yield item.grad
+            gradient = _gradient(item)
+            if gradient is not None:
+                yield gradient
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    try:
+        return tensor.grad if tensor.is_leaf else None
+    except (
+        RuntimeError
+    ):  # a view of a custom function, which autograd will not describe after a change in place
+        return None
 
 
 def _epoch_offset_ns() -> int:

@@ -97,6 +97,29 @@ def test_gradient_that_only_cpp_holds_is_alive_before():
     assert pointers <= set(allocations.address[rows].tolist())
 
 
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, given):
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_a_view_that_autograd_refuses_to_describe_is_counted() -> None:
+    """Of a custom function and changed in place, as ``to_local()`` of a parameter that is updated."""
+    base = torch.ones(100, requires_grad=True)
+    view = _Same.apply(base)
+    with torch.no_grad():
+        view.add_(1)
+    with pytest.raises(RuntimeError, match="is a view"):
+        _ = view.is_leaf
+    with StorageTracker() as tracker:
+        del base, view
+    assert row_of(tracker.recording(), 400) >= 0
+
+
 def test_resize_frees_and_allocates_in_place():
     tensor = torch.empty(50)
     alias = tensor[10:]
