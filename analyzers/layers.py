@@ -14,7 +14,7 @@ from statistics import median
 
 from fsdp2prof.labels import is_root
 from fsdp2prof.units import format_numbers
-from fsdp2prof.vocabulary import layer_name
+from fsdp2prof.vocabulary import last_number, layer_name
 
 FOLD_FROM = 3
 """Siblings that look alike before they are folded."""
@@ -48,7 +48,7 @@ def families(items: Sequence[tuple[str | None, Hashable]]) -> list[list[int]]:
     """Group rows whose names differ only in their last number and whose keys are equal."""
     families: dict[Hashable, list[int]] = defaultdict(list)
     for i, (name, key) in enumerate(items):
-        number = _last_number(name)
+        number = last_number(name or "")
         if name is None or number is None:
             families[i].append(i)
         else:
@@ -76,14 +76,10 @@ def fold_alike(items: Sequence[tuple[str | None, Hashable]], costs: Sequence[flo
 
 def family_name(names: Sequence[str | None]) -> str:
     """``layers.0``, ``layers.1``, ``layers.2`` -> ``layers.0-2``."""
-    matches = [(name, match) for name in names if name and (match := _last_number(name))]
+    matches = [(name, match) for name in names if name and (match := last_number(name))]
     name, first = matches[0]
     numbers = sorted({int(match.group()) for _, match in matches})
     return f"{name[: first.start()]}{format_numbers(numbers)}{name[first.end() :]}"
-
-
-def _last_number(fqn: str | None) -> re.Match[str] | None:
-    return next(reversed(list(_NUMBER.finditer(fqn or ""))), None)
 
 
 _NUMBERED = 3

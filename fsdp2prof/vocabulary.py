@@ -7,14 +7,18 @@ chart, a line of a legend) is made from its row here, so that a new row appears 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from fsdp2prof.labels import is_root
+from fsdp2prof.units import format_numbers
 
 _WRAPPERS = re.compile(
     r"\.(?:_checkpoint_wrapped_module|_orig_mod)(?=\.|$)|^(?:_checkpoint_wrapped_module|_orig_mod)\."
 )
 """Attributes that wrappers of torch (activation checkpointing, compile) add to a module's name."""
+_MANY_MODULES = 4
+"""Modules of one unit from which on their names are folded."""
 
 NO_LAYER = "(no layer)"
 """Stands where a module's name would, for what no module caused or none is known to have caused."""
@@ -301,15 +305,34 @@ def remedy_label(action: str) -> str:
 
 
 def layer_name(fqn: str | None) -> str:
-    """Return a layer's name for people: ``(root)``, ``root1:(root)``, ``(no layer)`` for null."""
+    """Return a layer's name for people: ``(root)``, ``root1:(root)``, ``(no layer)`` for null.
+
+    Of many modules that are sharded together, those that differ in a number are one: ``experts.0-19``.
+    """
     if fqn is None:
         return NO_LAYER
-    return f"{fqn}(root)" if is_root(fqn) else _WRAPPERS.sub("", fqn) or fqn
+    name = f"{fqn}(root)" if is_root(fqn) else _WRAPPERS.sub("", fqn) or fqn
+    modules = name.split(", ")
+    return name if len(modules) < _MANY_MODULES else _folded(modules)
+
+
+def _folded(modules: Sequence[str]) -> str:
+    numbers: dict[tuple[str, ...], list[int]] = {}
+    for name in modules:
+        match = last_number(name)
+        key = (name,) if match is None else (name[: match.start()], name[match.end() :])
+        numbers.setdefault(key, []).extend([] if match is None else [int(match.group())])
+    return ", ".join(format_numbers(sorted(found)).join(key) for key, found in numbers.items())
+
+
+def last_number(name: str) -> re.Match[str] | None:
+    """The last number in a name; longer strings of digits count as several numbers."""
+    return next(reversed(list(re.finditer(r"\d{1,18}", name))), None)
 
 
 def in_family(name: str, family: str) -> bool:
     """Whether ``layers.0-2`` is the folded name of ``layers.1`` and others."""
-    match = next(reversed(list(re.finditer(r"\d{1,18}", name))), None)
+    match = last_number(name)
     if match is None:
         return False
     before, after = name[: match.start()], name[match.end() :]

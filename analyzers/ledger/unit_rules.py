@@ -379,7 +379,8 @@ def _too_coarse(book: Book) -> None:
     elif parts == 1:
         key = "wrapping_too_coarse/one_module"
     exposed, gain = book.per_step(cost), book.hideable_ns(mine)
-    whole = alone and _blocks(book, fqn) < 2 if root else parts == 1 or _is_a_stage(fqn, shares)
+    together = len(fqn.split(", ")) > 1  # the script shards these modules as one
+    whole = alone and _blocks(book, fqn) < 2 if root else parts == 1 or together or _is_a_stage(fqn, shares)
     book.enter(
         mine,
         key,
