@@ -294,6 +294,8 @@ class ParamGroupInfo(_Record):
     """Reduce-scatters of the gradients per captured step; all-reduces if the group is not sharded."""
     reduced_numel: Amount | None = None
     """Elements of one rank's padded shards that were reduced, counting parameters that had a gradient."""
+    distinct_numel: Amount | None = None
+    """Elements of them whose gradients were reduced at least once per captured step."""
     all_reductions: Index | None = None
     """Reductions of ``reductions`` that were followed by an all-reduce over the replicas."""
     all_reduced_numel: Amount | None = None

@@ -285,8 +285,8 @@ def _without_gradient(evidence: RunEvidence) -> Iterator[Finding]:
     sizes: dict[str, int] = {}
     for group in evidence.first.param_groups:
         trained = sum(prod(one.padded_local_shape) for one in group.parameters if one.requires_grad)
-        if group.requires_grad and group.reductions and group.reduced_numel is not None:
-            missing = trained - group.reduced_numel // group.reductions
+        if group.requires_grad and group.reductions and group.distinct_numel is not None:
+            missing = trained - group.distinct_numel
             if missing > 0:
                 name = group.fqn or "the root module"
                 sizes[name] = sizes.get(name, 0) + missing * group.shard_world_size

@@ -195,6 +195,38 @@ def test_methods_registered_as_forward_are_forwards(names: tuple[str, ...], forw
         estimate_comm_of_run(manifest)
 
 
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        shared = self.trunk(x)
+        return [self.first(shared), self.second(shared)]
+
+
+@pytest.mark.parametrize(("losses", "left_out"), [((0, 1), 0), ((0,), 2 * 8 + 2), ((0, 0), 2 * 8 + 2)])
+def test_a_parameter_is_trained_by_any_of_several_backwards(losses: tuple[int, ...], left_out: int) -> None:
+    """Two ranks: a rank's shards hold half of the elements."""
+    roots, history = Roots(lambda: None), RootSteps()
+    with fake_process_group(MeshSpec(dp_shard=2)) as mesh:
+        model: Any = TwoHeads()
+        fully_shard(model, mesh=fsdp_mesh(mesh))
+        roots.watch(model)
+        roots.mark(True)
+        for _ in range(2):  # the first is not watched from its beginning
+            outputs = model(torch.ones(4, 8))
+            for loss in losses:
+                outputs[loss].sum().backward(retain_graph=True)
+            step = roots.end_step()
+        history.add(step)
+        (group,) = describe_param_groups(roots)
+        roots.remove()
+    history.describe_groups([group])
+    assert group.reductions == len(losses)
+    assert group.distinct_numel == (sum(one.numel() for one in TwoHeads().parameters()) - left_out) // 2
+
+
 def test_steps_that_differ_are_refused_unless_their_micro_batches_are_told() -> None:
     manifest, _ = recorded(accumulated, once)
     assert manifest.roots == [root_info(None, 1, 1, None)]

@@ -79,12 +79,10 @@ def stray() -> UnshardedInfo:
     )
 
 
-@pytest.mark.parametrize(("reduced", "missing"), [(16, 16), (32, 0), (64, None)])
-def test_parameters_that_no_loss_uses_are_named(reduced: int, missing: int | None) -> None:
-    """Four parameters of 16 elements over two ranks: 32 elements a rank, reduced twice in the last case."""
-    group = msgspec.structs.replace(
-        alone(0), reductions=1 if missing is not None else 2, reduced_numel=reduced
-    )
+@pytest.mark.parametrize(("distinct", "missing"), [(16, 16), (32, 0), (None, None)])
+def test_parameters_that_no_loss_uses_are_named(distinct: int | None, missing: int | None) -> None:
+    """Four parameters of 16 elements over two ranks: 32 elements a rank, in two reductions."""
+    group = msgspec.structs.replace(alone(0), reductions=2, reduced_numel=32, distinct_numel=distinct)
     one = found([group]).get("parameters_without_gradient")
     assert (None if one is None else one[0].evidence["elements"]) == (2 * missing if missing else None)
 

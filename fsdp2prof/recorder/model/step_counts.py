@@ -27,8 +27,12 @@ class GroupCounts:
     reductions: int = 0
     reduced_numel: int = 0
     """Elements of this rank's padded shards."""
+    distinct_numel: int = 0
+    """Elements of those whose gradients were reduced at least once."""
     all_reductions: int = 0
     all_reduced_numel: int = 0
+    _seen: set[int] = field(default_factory=set)
+    """Positions in the group of parameters whose gradients were reduced."""
 
     def note_gather(self, *, resharded: bool) -> None:
         """Count an all-gather that begins now."""
@@ -42,11 +46,17 @@ class GroupCounts:
         if not group.reduce_grads:
             return
         zeros = getattr(group, "reduce_scatter_unused_params", False)  # newer torch alone has it
-        reduced = [one for one in group.fsdp_params if _is_reduced(one, zeros=zeros)]
+        reduced = {
+            at: one.padded_sharded_param_size.numel()
+            for at, one in enumerate(group.fsdp_params)
+            if _is_reduced(one, zeros=zeros)
+        }
         if reduced:
-            numel = sum(one.padded_sharded_param_size.numel() for one in reduced)
+            numel = sum(reduced.values())
             self.reductions += 1
             self.reduced_numel += numel
+            self.distinct_numel += sum(size for at, size in reduced.items() if at not in self._seen)
+            self._seen |= reduced.keys()
             if group.all_reduce_grads:
                 self.all_reductions += 1
                 self.all_reduced_numel += numel
@@ -169,7 +179,7 @@ _NAMES = (
     "evaluations",
 )
 """Of :class:`StepCounts` and of :class:`RootInfo`."""
-_GROUP_NAMES = tuple(one.name for one in fields(GroupCounts))
+_GROUP_NAMES = tuple(one.name for one in fields(GroupCounts) if not one.name.startswith("_"))
 """Of :class:`GroupCounts` and of :class:`ParamGroupInfo`."""
 _OF_COLLECTIVES = tuple(name for name in _GROUP_NAMES if name not in ("forwards", "evaluations"))
 
