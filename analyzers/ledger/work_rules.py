@@ -144,13 +144,14 @@ def _evaluation(book: Book) -> None:
     generating = needed and each >= _SERIES
     gathers = sum(one.count for one in mine if one.op == "all_gather")
     gathered = gathers >= _HALF * forwards * max(1, len(book.groups))
+    keep = gathered and each > 1 and any(group.reshard_after_forward for group in book.groups)
     rows, again = (sum(one.count for one in mine if one.why == why) for why in ("rows", "again"))
     gain = sum(one.ns for one in mine) * again / max(1, rows)
     prefix = again >= _HALF * rows > 0 and _is_worth_it(book, gain, mine)
     key = "forward_without_backward/generating" if generating else "forward_without_backward"
     book.enter(
         mine,
-        "forward_without_backward/prefix" if prefix else key if gathered or generating else f"{key}/gathered",
+        "forward_without_backward/prefix" if prefix else key if keep or generating else f"{key}/gathered",
         {"forwards_per_step": each, "steps": len(steps), "site": site},
         gain_ns=gain if prefix else ALL,
         calm=((needed or each >= _SERIES) and not gathered and not prefix)
@@ -159,7 +160,7 @@ def _evaluation(book: Book) -> None:
         whose="its" if one_alone else "their",
         often=often,
         called=f", called at {site}" if site else " (evaluation, generation, or an output that is not used)",
-        also=" Keep the model gathered meanwhile (set_reshard_after_forward(False))." if gathered else "",
+        also=" Keep the model gathered meanwhile (set_reshard_after_forward(False))." if keep else "",
         where=f"Run the forward at {site}" if site else "Evaluate",
     )
 
