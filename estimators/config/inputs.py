@@ -73,7 +73,7 @@ def make_spec(
     policy = with_stack(values.get("stack"), own, tied=tied, pipelined=sizes.pp > 1, names=names or {})
     left_out = {"norm", "mlp"} - own.keys() if own_norm else set()
     policy = {option: value for option, value in policy.items() if option not in left_out}
-    notes = stack_notes(values.get("stack"), {*own, *left_out})
+    notes = stack_notes(values.get("stack"), {**own, **dict.fromkeys(left_out)})
     if sizes.pp > 1 and "reshard" not in own:
         policy["reshard"] = "never"
         policy.pop("reshard_root", None)

@@ -7,7 +7,7 @@ it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
@@ -30,6 +30,8 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     what: str
     facts: dict[str, tuple[Any, str]] = msgspec.field(name="policy", default_factory=dict)
     """Option -> its value, as the user writes it, and the source of the value."""
+    compiled: dict[str, tuple[Any, str]] = {}
+    """The same of options that it sets where blocks are compiled."""
     base: str | None = None
     """The stack whose other options it has."""
     leaves: tuple[str, ...] = ()
@@ -44,9 +46,9 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Options that the stack sets, as the user writes them."""
         return {option: value for option, (value, _) in self.facts.items()}
 
-    def source_of(self, option: str) -> str:
-        """Where the value of an option is said."""
-        return self.facts[option][1]
+    def where_compiled(self) -> Stack:
+        """Return the stack as it is where blocks are compiled."""
+        return msgspec.structs.replace(self, facts=self.compiled | self.facts)
 
 
 @lru_cache(maxsize=1)
@@ -61,11 +63,15 @@ def _completed(own: Mapping[str, Stack]) -> dict[str, Stack]:
         if stack.base is None:
             return stack
         base = complete(stack.base)
-        facts, defaults = (
-            {key: fact for key, fact in inherited.items() if key not in stack.leaves}
-            for inherited in (base.facts, base.defaults)
+        facts, compiled, defaults = (
+            {key: fact for key, fact in inherited.items() if key not in stack.leaves} | mine
+            for inherited, mine in (
+                (base.facts, stack.facts),
+                (base.compiled, stack.compiled),
+                (base.defaults, stack.defaults),
+            )
         )
-        return msgspec.structs.replace(stack, facts=facts | stack.facts, defaults=defaults | stack.defaults)
+        return msgspec.structs.replace(stack, facts=facts, compiled=compiled, defaults=defaults)
 
     return {name: complete(name) for name in own}
 
@@ -103,7 +109,7 @@ def with_stack(
     """
     if name is None:
         return dict(policy)
-    decided = stack_named(name).policy
+    decided = _stack_of(name, policy.get("compile")).policy
     values = {
         **decided,
         **{option: _of_model(decided[option], tied, names) for option in _UNITS & decided.keys()},
@@ -129,13 +135,18 @@ def _of_model(text: str, tied: bool, names: Mapping[str, str]) -> str:
     return ",".join(parts)
 
 
-def stack_notes(name: str | None, given: Iterable[str] = ()) -> list[str]:
+def _stack_of(name: str, compiled: object) -> Stack:
+    stack = stack_named(name)
+    return stack.where_compiled() if compiled is True else stack
+
+
+def stack_notes(name: str | None, given: Mapping[str, Any] = _OWN_NAMES) -> list[str]:
     """A stack's content and source, as an estimate's assumptions; ``given`` are options that override it.
 
     Raises as :func:`stack_named`.
     """
     if name is None:
         return []
-    stack = stack_named(name)
-    own = [option for option in stack.facts if option not in set(given)]
-    return [f"stack {name}: {stack.what}; " + "; ".join(f"{one}: {stack.source_of(one)}" for one in own)]
+    stack = _stack_of(name, given.get("compile"))
+    own = [f"{option}: {source}" for option, (_, source) in stack.facts.items() if option not in given]
+    return [f"stack {name}: {stack.what}; {'; '.join(own)}"]

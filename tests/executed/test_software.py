@@ -296,6 +296,23 @@ def test_a_stack_has_what_its_base_decides_but_for_its_own_facts() -> None:
     assert "reshard_root" not in known_stacks()["torchtitan-2025-08"].policy
 
 
+@pytest.mark.parametrize(
+    ("stack", "given", "loss"),
+    [
+        ("torchtitan-2025-06", {"compile": True}, "compiled"),
+        ("torchtitan-2025-12", {"compile": True}, "compiled"),
+        ("torchtitan-2025-12", {"compile": False}, "full"),
+        ("torchtitan-2025-12", {"compile": True, "loss": "full"}, "full"),
+        ("torchtitan-2025-03", {"compile": True}, "full"),
+        ("torchtitan-2026-08", {"compile": True}, "chunked-backward:8"),
+    ],
+)
+def test_a_trainer_compiles_its_loss_with_its_blocks(stack: str, given: dict[str, Any], loss: str) -> None:
+    spec = make_spec({"model": "llama3-8b", "stack": stack, "policy": given})
+    assert str(spec.policy.loss) == loss
+    assert ("compile.components" in spec.notes[0]) is (loss == "compiled")
+
+
 def test_an_unknown_stack_is_one_line() -> None:
     with pytest.raises(ModelError, match="did you mean torchtitan-2024-07"):
         make_spec({"model": "gpt2", "stack": "torchtitan-2024-071"})
