@@ -425,7 +425,7 @@ def _estimate(
     step = _step_of(analysis, program, timeline)
     kernels = _kernels(program, timeline, costs)
     hardware = costs.cluster.hardware
-    peak = hardware.flops.get(policy.compute_dtype)
+    peak = hardware.flops.get(policy.product_dtype)
     bubble = bubble_ns_of(program, timeline, mesh, policy)
     tokens = program.tokens * mesh.world_size // (mesh.tp * mesh.pp)
     executed = sum(c.work.flops for c in program.commands if isinstance(c, Kernel) and c.work is not None)

@@ -41,7 +41,7 @@ from fsdp2prof.estimators.config.extra_models import (
     ImageSize,
     ImageSizeText,
 )
-from fsdp2prof.estimators.config.lora import Lora, LoraText
+from fsdp2prof.estimators.config.lora import QUANTIZED, Lora, LoraText
 from fsdp2prof.estimators.config.model import MOST_LAYERS
 from fsdp2prof.estimators.config.optimizers import (
     HELD,
@@ -578,6 +578,12 @@ class PolicySpec:
     def compute_dtype(self) -> str:
         """Dtype of unsharded parameters and of activations, but for units that have their own."""
         return base_of(self.param_dtype) or self.orig_dtype
+
+    @property
+    def product_dtype(self) -> str:
+        """Dtype of most matrix products: frozen weights beside adapters may have their own."""
+        held = None if self.lora is None or self.lora.base in QUANTIZED else self.lora.base
+        return base_of(self.param_dtype) or held or self.orig_dtype
 
     @property
     def gradient_dtype(self) -> str:

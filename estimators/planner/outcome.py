@@ -241,7 +241,7 @@ def _point(one: Scored, request: PlanRequest) -> PlanPoint:
     seconds = one.step_ns / 1e9
     tokens = request.global_batch * policy.seq_len
     speed = tokens / seconds
-    peak = request.cluster.hardware.flops.get(policy.compute_dtype)
+    peak = request.cluster.hardware.flops.get(policy.product_dtype)
     hours = request.gpus * 1e9 / speed / 3600
     price = request.price_per_gpu_hour
     return PlanPoint(

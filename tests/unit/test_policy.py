@@ -308,3 +308,19 @@ def test_a_power_limit_is_part_of_the_name() -> None:
     assert not HardwareSpec.parse("h100@500W").is_tried
     with pytest.raises(ModelError, match="write its power limit in watts"):
         HardwareSpec.parse("a100@fast")
+
+
+@pytest.mark.parametrize(
+    ("base", "param_dtype", "products"),
+    [
+        ("bf16", None, "bfloat16"),
+        ("nf4", None, "float32"),
+        ("bf16", "fp16", "float16"),
+        (None, None, "float32"),
+    ],
+)
+def test_products_with_frozen_weights_have_their_dtype(
+    base: str | None, param_dtype: str | None, products: str
+) -> None:
+    lora = "r=8,targets=q_proj" + (f",base={base}" if base else "")
+    assert PolicySpec.from_mapping({"lora": lora, "param_dtype": param_dtype}).product_dtype == products
