@@ -63,6 +63,7 @@ _REASONS = {
     "one_hot": "one-hot matrices and products with them",
     "bluestein": "Fourier transforms of a length with a large prime factor",
     "ignored": "logits of all positions, with those whose labels are ignored",
+    "unused_logits": "logits of positions that no loss takes",
     "frozen_gradient": "gradients of frozen weights",
     "masked": "attention with one boolean mask for all samples and heads",
     "contraction": "products that are stored and then summed",

@@ -323,6 +323,7 @@ def enter_kernels(book: Book) -> None:
     _of_kind(book, "one_hot", "one_hot_products", 1)
     _padding(book)
     _ignored_labels(book)
+    _of_kind(book, "unused_logits", "unused_logits", 1)
     _of_kind(book, "frozen_gradient", "frozen_gradients", _APPLIED)
     _masked_attention(book)
     if not book.on_device:

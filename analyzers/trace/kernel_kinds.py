@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -17,6 +18,7 @@ from fsdp2prof.analyzers.recorded_groups import ignored_labels
 from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS, WorkTable, outermost
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.backends import KERNEL_KINDS, KERNEL_PATTERNS, PRODUCT_KERNEL, moves_memory
+from fsdp2prof.by_key import summed
 from fsdp2prof.tables.columns import BoolArray, IntArray
 from fsdp2prof.tables.trace import EventTable
 
@@ -35,9 +37,11 @@ _ATTENTION = "aten::scaled_dot_product_attention"
 _MASK = 3
 """Position of its mask."""
 _PRODUCT, _FACTORS = "aten::mm", 2
-_LOSS = "aten::nll_loss_forward"
+_LOSS, _LOSS_BACKWARD = "aten::nll_loss_forward", "aten::_log_softmax_backward_data"
 _SHIFTED = 1.25
 """Times as many positions as the loss has that logits may have: the last one of a sample has no label."""
+_FEW = 4
+"""Times as many positions as a loss takes, of which logits are computed."""
 _TIMES = "aten::mul"
 _SUM = "aten::sum"
 _SUM_INPUTS = 3
@@ -68,6 +72,7 @@ def kinds_of_compute(tables: RankTables, work: WorkTable) -> IntArray:
     found[_in_double(tables, work)] = KERNEL_KINDS.index("float64")
     found[_with_one_hot(tables, work)] = KERNEL_KINDS.index("one_hot")
     found[_of_logits(tables, work)] = KERNEL_KINDS.index("ignored")
+    found[_of_unused_logits(tables, work)] = KERNEL_KINDS.index("unused_logits")
     found[_of_frozen_gradients(tables, work)] = KERNEL_KINDS.index("frozen_gradient")
     if len(tables.device):
         found[_of_contractions(tables, work)] = KERNEL_KINDS.index("contraction")
@@ -380,6 +385,35 @@ def has_logits(logits: frozenset[tuple[int, ...]], dims: str) -> bool:
         for one in (*inputs, *made, *turned)
         for positions, classes in logits
     )
+
+
+def _of_unused_logits(tables: RankTables, work: WorkTable) -> BoolArray:
+    """Whether each activity computes logits of which the loss takes few positions, or their gradients.
+
+    Backward says which logits have a loss: the weight's gradient is a product with all of them. A product of
+    the loss's own positions is the head; then others with as many columns are not.
+    """
+    shapes = tables.trace.shapes
+    names = tables.trace.events.name.take(shapes.event)
+    losses, made = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    for dims in shapes.dims.take(np.flatnonzero(names.equals(_LOSS_BACKWARD))).to_list():
+        gradient, *_ = _shapes(dims) or [()]
+        if len(gradient) == _FACTORS:
+            losses[gradient[0], gradient[1]] += gradient[0]
+    taken = summed((classes, positions) for (_, classes), positions in losses.items())
+    rows = np.flatnonzero(names.equals(_PRODUCT)) if taken else np.empty(0, dtype=np.int64)
+    for dims in shapes.dims.take(rows).to_list():
+        gradient, *_ = _shapes(dims) or [()]
+        if len(gradient) == _FACTORS and gradient[0] in taken:
+            made[gradient[1], gradient[0]] += gradient[1]
+    computed = summed((classes, positions) for (_, classes), positions in made.items())
+    few = {classes for classes, positions in computed.items() if taken[classes] * _FEW <= positions}
+    few -= {classes for _, classes in losses.keys() & made.keys()}
+    logits = frozenset(size for size in made if size[1] in few)
+    if not logits:
+        return np.zeros(len(work), dtype=np.bool_)
+    rows = np.flatnonzero(shapes.dims.matches(partial(has_logits, logits)))
+    return _launched_in(tables.trace.events, shapes.event[rows], work)
 
 
 def _with_scores(tables: RankTables, work: WorkTable) -> BoolArray:

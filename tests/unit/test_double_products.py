@@ -1,4 +1,4 @@
-"""Operators in float64, by recorded types and names of kernels; products with one-hot matrices."""
+"""Kinds of compute by recorded types, shapes and names of kernels: float64, one-hot, logits without a loss."""
 
 from __future__ import annotations
 
@@ -82,3 +82,27 @@ def test_a_product_with_a_one_hot_matrix_counts_with_its_making(
     charges = rank_charges(rank_tables(trace.build()), 0).own
     found = sum(one.ns for one in charges if one.why == "one_hot")
     assert expected - 20 <= found <= expected
+
+
+@pytest.mark.parametrize(
+    ("loss", "product", "named"),
+    [
+        ("[[8,900],[8,900]]", "[[900,128],[128,16]]", True),
+        ("[[64,900],[64,900]]", "[[900,128],[128,16]]", False),
+        ("[[8,900],[8,900]]", "[[900,8],[8,16]]", False),
+        ("[[8,90],[8,90]]", "[[900,128],[128,16]]", False),
+        ("[[2,900,4],[2,900,4]]", "[[900,128],[128,16]]", False),
+    ],
+    ids=["a few of 128", "half of them", "the head's own", "other classes", "not flat"],
+)
+def test_logits_that_no_loss_takes(loss: str, product: str, named: bool) -> None:
+    """The head's product in forward, the loss's gradient, and the product for the gradient of its weight."""
+    trace = TraceBuilder()
+    trace.label("ProfilerStep#3", 0, 2_000)
+    trace.host("aten::mm", 100, 400, dims="[[128,16],[16,900]]", types='["float","float"]')
+    trace.host("aten::_log_softmax_backward_data", 500, 600, dims=loss, types='["float","float"]')
+    trace.host("aten::mm", 700, 900, dims=product, types='["float","float"]')
+    charges = rank_charges(rank_tables(trace.build()), 0).own
+    found = sum(one.ns for one in charges if one.why == "unused_logits")
+    assert (480 <= found <= 500) is named
+    assert found == 0 or named
