@@ -1,4 +1,4 @@
-"""Kinds of compute by recorded types, shapes and names of kernels: float64, one-hot, logits without a loss."""
+"""Kinds of compute by recorded types, shapes and kernel names: float64, one-hot, logits without a loss."""
 
 from __future__ import annotations
 
