@@ -301,7 +301,8 @@ def _of_policy(peak: PredictedPeak, policy: PolicySpec) -> Iterator[Remedy]:
         )
     if dtype_bytes(policy.orig_dtype) == 4:
         how = "hold parameters and optimizer state in bf16 (orig_dtype=bf16), at the price of precision"
-        yield _remedy("low_precision_states", states // 2, how)
+        frozen = policy.lora is not None and policy.lora.base is not None  # in a dtype of their own
+        yield _remedy("low_precision_states", (states - frozen * held["sharded_parameter"]) // 2, how)
     if policy.optimizer_impl == "foreach" and peak.phase == "optimizer":
         how = "use the optimizer's fused implementation, which makes no temporaries (optimizer_impl=fused)"
         yield _remedy("fused_optimizer", held["temporary"], how)

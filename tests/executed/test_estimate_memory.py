@@ -21,11 +21,12 @@ from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
 from fsdp2prof.estimators.config.choices import Chunked
 from fsdp2prof.estimators.config.extra_models import ExtraModel, ExtraModels
 from fsdp2prof.estimators.config.hardware import HardwareSpec
+from fsdp2prof.estimators.config.lora import Lora
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.memory import estimate_memory, predict_memory
-from fsdp2prof.estimators.verdict.memory_fit import room_on, verdict
+from fsdp2prof.estimators.verdict.memory_fit import _of_policy, room_on, verdict
 from fsdp2prof.estimators.verdict.memory_range import MeasuredPeaks, as_measured
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
@@ -168,6 +169,17 @@ def test_it_says_the_device_it_is_for_and_whether_it_fits(estimate: MemoryEstima
         assert sentence in shown
     for remedy in estimate.remedies:
         assert remedy.how in shown
+
+
+@pytest.mark.parametrize(("base", "frozen"), [(None, 1), ("bf16", 0)])
+def test_frozen_weights_in_half_precision_do_not_shrink_again(
+    estimate: MemoryEstimate, base: str | None, frozen: int
+) -> None:
+    held = estimate.peak.categories
+    states = frozen * held["sharded_parameter"] + held["sharded_gradient"] + held["optimizer_state"]
+    adapted = PolicySpec(lora=Lora(r=8, targets=("q_proj",), alpha=16.0, base=base))
+    saves = {remedy.action: remedy.saves_bytes for remedy in _of_policy(estimate.peak, adapted)}
+    assert saves["low_precision_states"] == states // 2
 
 
 def test_what_each_change_takes_off_by_hand(estimate: MemoryEstimate) -> None:

@@ -864,6 +864,18 @@ def test_frozen_parameters_keep_their_dtype_beside_adapters(
     assert policy["lora"] == f"r=8,targets=q_proj?+v_proj?{held}"
 
 
+@pytest.mark.parametrize(("mixed", "held"), [("bf16", None), ("no", "bfloat16")])
+def test_a_model_keeps_the_dtype_it_is_loaded_in_without_mixed_precision(
+    mixed: str, held: str | None, tmp_path: Path
+) -> None:
+    training = (
+        f"model_name_or_path: Qwen/Qwen3-8B\ntorch_dtype: bfloat16\nbf16: {str(mixed == 'bf16').lower()}\n"
+    )
+    accelerate = ACCELERATE.replace("mixed_precision: bf16", f"mixed_precision: '{mixed}'")
+    run = read(tmp_path, ("args.yaml", training + "max_steps: 10\n"), ("fsdp.yaml", accelerate))
+    assert run.values["policy"].get("orig_dtype") == held
+
+
 def test_pipelines_keep_their_parameters_by_default(tmp_path: Path) -> None:
     text = TITAN.replace("[parallelism]", "[parallelism]\npipeline_parallel_degree = 2")
     text = text.replace("global_batch_size = 64", "global_batch_size = -1")

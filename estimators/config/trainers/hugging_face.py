@@ -224,7 +224,7 @@ def read_hugging_face(run: Reading) -> None:
         "max_length", "max_seq_length", "packing", "dataset_name", "use_peft", "loss_type", "beta", *_GRPO
     )
     run.take_stack("trl-2026" if trl else "transformers-2026-09")
-    _model(run)
+    read_attention(run, run.get("attn_implementation"))
     run.set_world(run.get("accelerate.num_processes"))
     run.read_declared()
     read_transformers_plan(run)
@@ -233,6 +233,7 @@ def read_hugging_face(run: Reading) -> None:
     if not mixed.given and trl:
         mixed = Value("bf16", "bf16", "trl/trainer/base_config.py:105: bf16 unless fp16 is set", given=False)
     read_precision(run, mixed)
+    _held_dtype(run)
     generates = any(run.has(key) for key in _GRPO)
     if not generates:
         _length(run, trl)
@@ -257,13 +258,17 @@ def read_hugging_face(run: Reading) -> None:
         _loss(run)
 
 
-def _model(run: Reading) -> None:
-    read_attention(run, run.get("attn_implementation"))
+def _held_dtype(run: Reading) -> None:
+    """The dtype that a model is loaded in, which accelerate keeps without mixed precision."""
     dtype = run.get("dtype", "torch_dtype")
-    if dtype.given and dtype.word() not in ("auto", "none"):
+    if not dtype.given or dtype.word() in ("auto", "none"):
+        return
+    if run.policy.get("param_dtype") is not None:
         run.notes.append(
             f"{dtype.key} = {dtype.value}: accelerate holds trained parameters in fp32 under mixed precision"
         )
+    elif not is_on(run.get("use_peft")):  # PEFT makes adapters in fp32
+        run.set("orig_dtype", dtype.word(), dtype)
 
 
 def _adapters(run: Reading) -> None:
