@@ -778,6 +778,15 @@ def test_older_files_of_torchtitan_name_their_time(tmp_path: Path) -> None:
     assert made(run)["loss"] == "compiled"
 
 
+@pytest.mark.parametrize(("components", "loss"), [('["model"]', "full"), ('["model", "loss"]', "compiled")])
+def test_a_loss_that_is_not_among_the_compiled_components_is_eager(
+    components: str, loss: str, tmp_path: Path
+) -> None:
+    text = TITAN + f"\n[compile]\nenable = true\ncomponents = {components}\n"
+    run = read(tmp_path, ("titan.toml", text), world_size=8, stack="torchtitan-2025-12")
+    assert made(run)["loss"] == loss
+
+
 def test_a_stated_stack_decides_what_keys_of_another_date_do_not(tmp_path: Path) -> None:
     """torchtitan compiled no loss before 2 April 2025; ``parallelism`` is a section since 18 March."""
     text = TITAN.replace("local_batch_size = 2\nglobal_batch_size = 64", "batch_size = 1\ncompile = true")

@@ -204,8 +204,8 @@ def _compilation(run: Reading) -> None:
     named = ["model", "loss"] if parts.value is None else parts.names()
     if "model" in named:
         run.set("compile", True, enable, parts)
-    if "loss" in named and "loss" not in run.policy:
-        run.set("loss", "compiled", parts)
+    if "loss" not in run.policy and ("loss" in named or parts.given):
+        run.set("loss", "compiled" if "loss" in named else "full", parts)
     if async_tp and run.mesh.get("tp", 1) > 1:
         run.set("async_tp", True, async_tp)
     elif async_tp:
