@@ -54,7 +54,8 @@ OF_FORWARD = frozenset(
 """Operators that autograd's formulas never call: in backward, checkpoints run them again."""
 REBUILT = "rebuilt"
 _SEED = "aten::random_"
-_OF_MANY = re.compile("_foreach_|_fused_")
+_NOT_OF_ONE = re.compile("_foreach_|_fused_|^aten::(?:view|view_as|alias|detach)$")
+"""Operators of many tensors, and what ``to_local()`` calls."""
 _CHECK = "aten::_is_any_true"
 """What autograd calls on the NaNs of every gradient while anomaly detection is on
 (torch/csrc/autograd/engine.cpp), and no script: ``torch.isnan(x).any()`` is ``aten::any``."""
@@ -126,7 +127,7 @@ class Script:
             names = tables.trace.events.name.take(mine)
             if names.matches(_PRODUCTS.__contains__).any():
                 return []
-            mine = mine[~names.matches(lambda name: _OF_MANY.search(name) is not None)]
+            mine = mine[~names.matches(lambda name: _NOT_OF_ONE.search(name) is not None)]
             at = intervals.containing(
                 tables.analysed.start_ns, tables.analysed.end_ns, tables.trace.events.start_ns[mine]
             )

@@ -130,7 +130,7 @@ def test_a_short_loop_counts_where_it_comes_back(body: list[str], passes: int, f
     ("names", "counted"),
     [
         (["aten::mul_", "aten::add_", "aten::addcdiv_"] * 20, [(3, 60)]),
-        (["aten::_foreach_mul_", "aten::_fused_adamw_", "aten::add_"] * 20, [(3, 20)]),
+        (["aten::_foreach_mul_", "aten::_fused_adamw_", "aten::add_", "aten::view_as"] * 20, [(3, 20)]),
         (["aten::mul_", "aten::mm"] * 20, []),
     ],
     ids=["one by one", "many at once", "products"],
