@@ -14,7 +14,12 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh
 from fsdp2prof.estimators.torch_rules import fsdp_method_refusal
 from fsdp2prof.recorder.devices import parse_settings
-from fsdp2prof.recorder.model.describe import compiled_modules, describe_param_groups, describe_tensors
+from fsdp2prof.recorder.model.describe import (
+    compiled_modules,
+    describe_optimizers,
+    describe_param_groups,
+    describe_tensors,
+)
 from fsdp2prof.recorder.model.ownership import add_ownership, keep_told
 from fsdp2prof.recorder.model.roots import Roots
 from fsdp2prof.recorder.rank.host import machine_info
@@ -176,3 +181,18 @@ def test_a_profiler_of_python_is_named():
     finally:
         profiler.disable()
     assert found == sorted({"cProfile", *machine_info().python_hooks})
+
+
+class Momentum(torch.optim.Optimizer):
+    """Keeps its state in its groups."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group.setdefault("momentum", [torch.zeros_like(one) for one in group["params"]])
+
+
+def test_state_in_the_groups_of_an_optimizer_is_its_state() -> None:
+    optimizer = Momentum([torch.ones(5), torch.ones(7)], {"betas": (0.9, 0.99)})
+    optimizer.step()
+    (found,) = describe_optimizers([optimizer])
+    assert (found.state_bytes, found.state_dtypes) == (4 * 12, {"float32": 4 * 12})

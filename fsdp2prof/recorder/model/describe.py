@@ -258,12 +258,21 @@ def _prefetched(states: list[Any]) -> list[str]:
 
 
 def _optimizer_state(optimizer: Optimizer) -> Iterable[tuple[Any, str, torch.Tensor]]:
-    """Parameter, key and tensor of an optimizer's state; LBFGS keeps lists of them under one key."""
+    """Parameter, key and tensor of an optimizer's state; LBFGS keeps lists of them under one key.
+
+    A script's own may keep them in its groups, a list with a tensor for each parameter.
+    """
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, torch.Tensor):
                     yield parameter, str(key), tensor
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            if key != "params" and isinstance(value, (list, tuple)) and len(value) == len(group["params"]):
+                for parameter, tensor in zip(group["params"], value, strict=True):
+                    if isinstance(tensor, torch.Tensor):
+                        yield parameter, str(key), tensor
 
 
 def _tensor(
