@@ -186,13 +186,13 @@ def test_a_profiler_of_python_is_named():
 class Momentum(torch.optim.Optimizer):
     """Keeps its state in its groups."""
 
-    def step(self, closure: Any = None) -> None:
+    def begin(self) -> None:
         for group in self.param_groups:
-            group.setdefault("momentum", [torch.zeros_like(one) for one in group["params"]])
+            group["momentum"] = [torch.zeros_like(one) for one in group["params"]]
 
 
 def test_state_in_the_groups_of_an_optimizer_is_its_state() -> None:
     optimizer = Momentum([torch.ones(5), torch.ones(7)], {"betas": (0.9, 0.99)})
-    optimizer.step()
+    optimizer.begin()
     (found,) = describe_optimizers([optimizer])
     assert (found.state_bytes, found.state_dtypes) == (4 * 12, {"float32": 4 * 12})
