@@ -19,7 +19,7 @@ from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS, WorkTable,
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.backends import KERNEL_KINDS, KERNEL_PATTERNS, PRODUCT_KERNEL, moves_memory
 from fsdp2prof.by_key import summed
-from fsdp2prof.tables.columns import BoolArray, IntArray
+from fsdp2prof.tables.columns import BoolArray, IntArray, Strings
 from fsdp2prof.tables.trace import EventTable
 
 _AROUND = {"aten::_softmax": 1, "aten::_softmax_backward_data": 2}
@@ -396,16 +396,14 @@ def _of_unused_logits(tables: RankTables, work: WorkTable) -> BoolArray:
     shapes = tables.trace.shapes
     names = tables.trace.events.name.take(shapes.event)
     losses, made = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
-    for dims in shapes.dims.take(np.flatnonzero(names.equals(_LOSS_BACKWARD))).to_list():
-        gradient, *_ = _shapes(dims) or [()]
+    for gradient, count in _first_shapes(shapes.dims.take(np.flatnonzero(names.equals(_LOSS_BACKWARD)))):
         if len(gradient) == _FACTORS:
-            losses[gradient[0], gradient[1]] += gradient[0]
+            losses[gradient[0], gradient[1]] += count * gradient[0]
     taken = summed((classes, positions) for (_, classes), positions in losses.items())
     rows = np.flatnonzero(names.equals(_PRODUCT)) if taken else np.empty(0, dtype=np.int64)
-    for dims in shapes.dims.take(rows).to_list():
-        gradient, *_ = _shapes(dims) or [()]
+    for gradient, count in _first_shapes(shapes.dims.take(rows)):
         if len(gradient) == _FACTORS and gradient[0] in taken:
-            made[gradient[1], gradient[0]] += gradient[1]
+            made[gradient[1], gradient[0]] += count * gradient[1]
     computed = summed((classes, positions) for (_, classes), positions in made.items())
     few = {classes for classes, positions in computed.items() if taken[classes] * _FEW <= positions}
     few -= {classes for _, classes in losses.keys() & made.keys()}
@@ -414,6 +412,13 @@ def _of_unused_logits(tables: RankTables, work: WorkTable) -> BoolArray:
         return np.zeros(len(work), dtype=np.bool_)
     rows = np.flatnonzero(shapes.dims.matches(partial(has_logits, logits)))
     return _launched_in(tables.trace.events, shapes.event[rows], work)
+
+
+def _first_shapes(dims: Strings) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield the shape of the first input of each distinct row, and how many rows have it."""
+    codes, counts = np.unique(dims.codes[dims.codes >= 0], return_counts=True)
+    for code, count in zip(codes.tolist(), counts.tolist(), strict=True):
+        yield next(iter(_shapes(dims.values[code])), ()), count
 
 
 def _with_scores(tables: RankTables, work: WorkTable) -> BoolArray:
