@@ -96,6 +96,20 @@ def find_rows(phases: PhaseTable, thread: CompactArray, time_ns: IntArray) -> In
     return found
 
 
+def is_outside(phase: Strings) -> BoolArray:
+    """Whether each time is in no forward, backward or optimizer."""
+    return ~phase.matches(lambda name: name in ("forward", "backward", "optimizer"))
+
+
+def next_phase(phases: PhaseTable, time_ns: IntArray) -> Strings:
+    """Return the forward, backward or optimizer that begins after each time, on any thread; None without."""
+    rows = np.flatnonzero(~is_outside(phases.phase))
+    rows = rows[np.argsort(phases.start_ns[rows], kind="stable")]
+    return phases.phase.lookup(
+        np.append(rows, -1)[np.searchsorted(phases.start_ns[rows], time_ns, side="right")]
+    )
+
+
 class _State(NamedTuple):
     """The attribution of one instant of a thread; ``weak``: autograd's own ranges are more exact."""
 

@@ -160,7 +160,7 @@ def _ledger(book: Book) -> Ledger:
     )
     return replace(
         ledger,
-        bound=bound(ledger, book.analysis.kernels),
+        bound=bound(ledger, book.analysis),
         collectives=collectives(book),
         not_judged=not_judged(book),
     )

@@ -11,7 +11,7 @@ from fsdp2prof.analyzers.ledger.book import SLOWED, UNTRACED, Book
 from fsdp2prof.analyzers.steps import are_unlike, differs_traced, typical_ns
 from fsdp2prof.results.ledger import NOTHING, Ledger, LedgerEntry
 from fsdp2prof.results.step import UnrecordedStep
-from fsdp2prof.results.trace import KernelRow, TraceAnalysis
+from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.results.what_if import WhatIfChange
 from fsdp2prof.units import format_frac, format_ns, plural
 
@@ -31,7 +31,7 @@ _MUCH_MORE = 2
 _NAMED = 3
 """Causes that one sentence names."""
 _OPERATORS = 2
-"""Operators that the verdict names."""
+"""Lines or operators that the verdict names."""
 _USUAL = re.compile("mm$|attention|conv|rnn|lstm|gru")
 """In names of operators that models consist of."""
 _ROUNDING = 0.005
@@ -129,9 +129,9 @@ def of_step(ledger: Ledger) -> str:
     return "of a traced step" if differs_traced(ledger.step_ns, ledger.unrecorded_step_ns) else "per step"
 
 
-def bound(ledger: Ledger, kernels: Sequence[KernelRow]) -> str:
+def bound(ledger: Ledger, analysis: TraceAnalysis) -> str:
     """Report the cause that takes most of the step, and the next one if it takes much as well; of compute
-    also operators beside matrix products that take much of the step."""
+    also the lines that ask for most of it."""
     if not ledger.entries or not ledger.step_ns:
         return ""
     first, *others = sorted(ledger.entries, key=lambda entry: -entry.ns)
@@ -142,20 +142,26 @@ def bound(ledger: Ledger, kernels: Sequence[KernelRow]) -> str:
         then = ""
     else:
         then = f", then {second.title} ({format_ns(second.ns)})"
-    beside = _beside_products(kernels) if first.cause == "compute" else ""
-    said = f"{format_ns(first.ns)} ({format_frac(first.frac)}){beside}{then}"
-    return f"{part} of the {of} is {first.title}: {said}."
+    beside = _costly(analysis) if first.cause == "compute" else ""
+    said = f"{format_ns(first.ns)} ({format_frac(first.frac)}){then}"
+    return f"{part} of the {of} is {first.title}: {said}.{beside}"
 
 
-def _beside_products(kernels: Sequence[KernelRow]) -> str:
-    """Name a CPU's operators that take much of the step and are not what a model usually computes most."""
+def _costly(analysis: TraceAnalysis) -> str:
+    """Name the lines that compute much of the step; without lines, a CPU's operators that do and are not
+    what a model usually computes most."""
+    lines = [row for row in analysis.lines if row.step_frac >= _MUCH]
+    if lines:
+        named = [f"{row.line} ({format_frac(row.step_frac)})" for row in lines[:_OPERATORS]]
+        verb = "line is" if len(named) == 1 else "lines are"
+        return f" The costliest {verb} {' and '.join(named)}, backward included."
     costly = [
         f"{format_ns(row.total_ns)} in {row.name}"
-        for row in kernels
+        for row in analysis.kernels
         if row.kind == "compute" and row.name and row.name.startswith("aten::")
         if (row.step_frac or 0.0) >= _MUCH and not _USUAL.search(row.name)
     ]
-    return f", of that {' and '.join(costly[:_OPERATORS])}" if costly else ""
+    return f" Of that, {' and '.join(costly[:_OPERATORS])}." if costly else ""
 
 
 def collectives(book: Book) -> str:

@@ -26,6 +26,7 @@ from fsdp2prof.analyzers.trace.accounting import breakdown, step_flops, step_wor
 from fsdp2prof.analyzers.trace.charges import rank_charges
 from fsdp2prof.analyzers.trace.evaluation import layer_paces
 from fsdp2prof.analyzers.trace.idle import host_syncs, idle_causes
+from fsdp2prof.analyzers.trace.lines import LineSums, line_rows, line_sums
 from fsdp2prof.analyzers.trace.operators import (
     KernelSum,
     OperatorSum,
@@ -132,6 +133,7 @@ class RankAnalysis:
     spans: list[RankSpans]
     kernels: list[KernelSum]
     operators: list[OperatorSum]
+    lines: LineSums
     charges: RankCharges
     warnings: list[str]
 
@@ -220,6 +222,7 @@ def analyze_tables(tables: RankTables, *, default_rank: int = 0, ranks: int = 1)
         spans=rank_spans(tables, ranks),
         kernels=kernel_sums(tables),
         operators=operator_sums(tables),
+        lines=line_sums(tables),
         charges=rank_charges(tables, rank),
         warnings=tables.warnings,
     )
@@ -281,6 +284,7 @@ def merge(
             result,
             kernels=kernel_rows((one.kernels for one in analyses), windows, step_ns),
             operators=operator_rows((one.operators for one in analyses), windows, *peaks),
+            lines=line_rows((one.lines for one in analyses), windows, step_ns),
             peak_flops_per_s=dict(references.peak_flops_per_s),
             peak_memory_bytes_per_s=references.peak_memory_bytes_per_s,
         )
@@ -328,8 +332,8 @@ def merge_results(
 ) -> TraceAnalysis:
     """Combine the results of single ranks, without the collectives by which ranks are compared.
 
-    The ranks' waits for each other are then unknown. Bandwidth, kernels, operators and timeline are those
-    of the lowest rank.
+    The ranks' waits for each other are then unknown. Bandwidth, kernels, operators, lines and timeline are
+    those of the lowest rank.
     """
     analyses = sorted(analyses, key=lambda one: one.ranks[0].rank)
     steps = {manifest.rank: unrecorded_step([manifest.steps]) for manifest in manifests}
@@ -355,6 +359,7 @@ def merge_results(
         bandwidth=analyses[0].bandwidth,
         kernels=analyses[0].kernels,
         operators=analyses[0].operators,
+        lines=analyses[0].lines,
         peak_flops_per_s=analyses[0].peak_flops_per_s,
         peak_memory_bytes_per_s=analyses[0].peak_memory_bytes_per_s,
         timeline=analyses[0].timeline,

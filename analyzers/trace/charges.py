@@ -15,7 +15,7 @@ from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.analyzers.layers import site_name
 from fsdp2prof.analyzers.ledger.charges import Charge, ChargePlace, CollectivePieces, RankCharges
-from fsdp2prof.analyzers.phases import find_rows
+from fsdp2prof.analyzers.phases import find_rows, is_outside
 from fsdp2prof.analyzers.recorded_groups import repeated_units, untrained_units
 from fsdp2prof.analyzers.steps import STEP_LABEL
 from fsdp2prof.analyzers.trace.accounting import is_product
@@ -43,7 +43,6 @@ from fsdp2prof.analyzers.trace.script import (
     UNTRAINED,
     WHY,
     Script,
-    is_outside,
 )
 from fsdp2prof.analyzers.trace.spans import loading_rows
 from fsdp2prof.analyzers.trace.waits import charging_order

@@ -19,7 +19,7 @@ import numpy as np
 
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.layers import SITE
-from fsdp2prof.analyzers.phases import find_rows
+from fsdp2prof.analyzers.phases import find_rows, is_outside, next_phase
 from fsdp2prof.analyzers.recorded_groups import forwards_of_a_backward
 from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS, outermost
 from fsdp2prof.analyzers.trace.evaluation import graph_nodes
@@ -177,8 +177,7 @@ class Script:
 
     def _of_a_loss(self, time: IntArray) -> BoolArray:
         """Whether backward is the next phase of the host, or comes after the forwards of several losses."""
-        starts, backward = self._starts
-        before = np.append(backward, False)[np.searchsorted(starts, time, side="right")]
+        before = next_phase(self._tables.phases, time).equals("backward")
         manifest = self._tables.manifest
         if manifest is None or forwards_of_a_backward(manifest) < 2:
             return before
@@ -187,23 +186,11 @@ class Script:
         since = np.append(0, ends)[np.searchsorted(ends, time)]
         return before | (np.searchsorted(nodes, time) > np.searchsorted(nodes, since))
 
-    @cached_property
-    def _starts(self) -> tuple[IntArray, BoolArray]:
-        phases = self._tables.phases
-        rows = np.flatnonzero(~is_outside(phases.phase))
-        rows = rows[np.argsort(phases.start_ns[rows], kind="stable")]
-        return phases.start_ns[rows], phases.phase.take(rows).equals("backward")
-
 
 def _is_hook(line: str) -> bool:
     """Whether a module called this line, and not as its forward."""
     site = SITE.fullmatch(line)
     return site is not None and site["hook"] is not None
-
-
-def is_outside(phase: Strings) -> BoolArray:
-    """Whether each time is in no forward, backward or optimizer."""
-    return ~phase.matches(lambda name: name in ("forward", "backward", "optimizer"))
 
 
 _REPEATS = 16

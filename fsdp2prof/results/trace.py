@@ -50,6 +50,22 @@ class KernelRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LineRow:
+    """Compute that one line of the model or its loss asks for: means per rank and step.
+
+    Estimated from the recorder's looks at the training's thread, and the operators around them.
+    """
+
+    line: str
+    """``model.py:88 in forward()``."""
+    forward_ns: float
+    backward_ns: float
+    """Of the autograd nodes that its operators create."""
+    step_frac: float
+    """Both as a fraction of the step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorRow:
     """Matrix products or attention with the same inputs, and their rates.
 
@@ -231,6 +247,8 @@ class TraceAnalysis(Shown):
     """Timeline of a typical step; null if no step was analysed."""
     kernels: list[KernelRow] = field(default_factory=list)
     """The 40 kernel names with the most time, then the remainder of each kind."""
+    lines: list[LineRow] = field(default_factory=list)
+    """The 20 lines of model and loss that compute most; empty if the recorder saw none."""
     arrivals: list[LateRow] = field(default_factory=list)
     """Late collectives by phase, op and layer regardless of cause; the cause is that of the longest wait."""
     layer_waits: list[LayerWait] = field(default_factory=list)

@@ -176,11 +176,13 @@ def _step_section(analysis: TraceAnalysis, predicted: bool) -> list[Section]:
 
 
 def _operator_section(analysis: TraceAnalysis, predicted: bool) -> list[Section]:
-    """Show the kernels by name, and products and attention against the device's roofline if it is known."""
+    """Show kernels by name, lines, and products and attention against the device's roofline if known."""
     if not analysis.totals.windows:
         return []
     kernels = tables.kernel_table(analysis)
     blocks: list[Block] = [kernels]
+    if analysis.lines:
+        blocks.append(tables.line_table(analysis))
     if analysis.operators:
         peaks = analysis.peak_flops_per_s
         if peaks and any(row.bytes for row in analysis.operators):

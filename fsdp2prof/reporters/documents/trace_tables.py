@@ -150,6 +150,18 @@ def kernel_table(analysis: TraceAnalysis) -> Table:
     return c.table("kernels", title, columns, analysis.kernels, note=note, limit=_KERNEL_ROWS, noun="name")
 
 
+def line_table(analysis: TraceAnalysis) -> Table:
+    """Return the lines of model and loss that compute most."""
+    columns = [
+        c.name("line", "line"),
+        c.ms("forward_ns", "forward ms"),
+        c.ms("backward_ns", "backward ms"),
+        c.frac("step_frac", "of the step"),
+    ]
+    note = "compute, per rank and step, longest first; estimated by sampling the training's thread"
+    return c.table("lines", "Lines", columns, analysis.lines, note=note, limit=_KERNEL_ROWS, noun="line")
+
+
 def operator_table(analysis: TraceAnalysis) -> Table:
     """Return the rates of products and attention, by shape."""
     peaks = [
