@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -104,7 +105,7 @@ def choose_kernels(model: Model, policy: PolicySpec) -> None:
 
 
 class BlockProvenance:
-    """Follows storages from the parameters of a model's blocks through operators."""
+    """Follows storages from the parameters and buffers of a model's blocks through operators."""
 
     def __init__(self, module: nn.Module, blocks: tuple[str, ...], tracker: StorageTracker) -> None:
         self._module = module
@@ -116,9 +117,9 @@ class BlockProvenance:
 
     @contextmanager
     def following(self, optimizer: Optimizer | None = None) -> Iterator[None]:
-        """Follow the parameters, their gradients and the optimizer's state inside the context."""
+        """Follow parameters, their gradients, the optimizer's state and buffers inside the context."""
         self._owner.clear()
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in chain(self._module.named_parameters(), self._module.named_buffers()):
             block = next((index for prefix, index in self._prefixes.items() if name.startswith(prefix)), None)
             if block is not None:
                 state = optimizer.state.get(parameter, {}) if optimizer is not None else {}

@@ -12,6 +12,7 @@ from support.tiny_families import values_of
 
 from fsdp2prof.estimators.allocator.caching import allocator_settings, replay
 from fsdp2prof.estimators.config.choices import Every
+from fsdp2prof.estimators.config.lora import Lora
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
@@ -20,6 +21,7 @@ from fsdp2prof.estimators.execution.stitching import execute_stitched, growth_be
 from fsdp2prof.tables.columns import NEVER
 
 POLICY = PolicySpec(seq_len=128)
+QLORA = Lora(r=4, targets=("all-linear",), alpha=8, base="bnb-nf4")
 
 
 def positions(allocations) -> np.ndarray:
@@ -32,6 +34,12 @@ def positions(allocations) -> np.ndarray:
     ("layers", "mesh", "policy", "how"),
     [
         (12, MeshSpec(dp_shard=4), replace(POLICY, ac="op", reshard="torchtitan"), "4 and 5 blocks"),
+        (
+            12,
+            MeshSpec(dp_shard=2),
+            replace(POLICY, lora=QLORA, offload=True),
+            "4 and 5 blocks",
+        ),
         pytest.param(
             16,
             MeshSpec(dp_shard=3),
