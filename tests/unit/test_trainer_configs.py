@@ -411,7 +411,8 @@ KEPT = "model.backend.enable_fsdp_optimizations: true"
         (MIXTURE + "{moe: {wrap_outer_model: false}, ep_size: 8}", "sync", "each"),
         (MIXTURE + "{ep_size: 8}", "sync", "last"),
         (MIXTURE + "{moe: {wrap_outer_model: false}, ep_size: 8}\n" + KEPT, "sync", "last"),
-        (AXOLOTL + "attn_implementation: flash_attention_3", "attention", None),
+        (AXOLOTL + "attn_implementation: flash_attention_3", "attention", "flash3"),
+        (AXOLOTL + "attn_implementation: flash_attention_4", "attention", "cudnn"),
         (AXOLOTL + "rl: dpo", "loss", "dpo"),
         (AXOLOTL + "rl: dpo", "extra_model", "Qwen/Qwen3-8B"),
         (AXOLOTL + "rl: dpo\nadapter: lora\nlora_r: 8", "extra_model", "self"),
@@ -742,6 +743,23 @@ def test_an_allocator_that_a_file_sets_replaces_the_stacks(tmp_path: Path) -> No
     assert made(read(tmp_path, ("sft.toml", PRIME)))["allocator"] == "expandable"
     said = PRIME + '[env_vars]\nPYTORCH_CUDA_ALLOC_CONF = "expandable_segments:False"\n'
     assert made(read(tmp_path, ("sft.toml", said)))["allocator"] == "classic"
+
+
+@pytest.mark.parametrize(
+    ("given", "kernel", "asked"),
+    [
+        ("flash_attention_2", "flash", False),
+        ("flash_attention_3", "flash3", False),
+        ("flash_attention_4", "cudnn", False),
+        ("auto", None, True),
+    ],
+)
+def test_the_attention_of_prime_rl_is_its_kernel_or_asked(
+    tmp_path: Path, given: str, kernel: str | None, asked: bool
+) -> None:
+    run = read(tmp_path, ("sft.toml", PRIME.replace("[model]", f'[model]\nattn = "{given}"')))
+    assert run.values["policy"].get("attention") == kernel
+    assert any("--attention KERNEL" in one for one in run.read.open) is asked
 
 
 def test_older_files_of_torchtitan_name_their_time(tmp_path: Path) -> None:

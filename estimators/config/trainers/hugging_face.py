@@ -111,9 +111,11 @@ def read_checkpointing(run: Reading, *keys: str) -> None:
 def read_attention(run: Reading, found: Value) -> None:
     """The attention by transformers' name for it; without a name, as in the stack."""
     word = found.word()
-    if "flash" in word or word in ("sdpa", "fa2"):
-        newer = "3" in word or "4" in word  # FlashAttention-2 stands in for it
-        (run.says if newer else run.set)("attention", "flash", found)
+    if "flash" in word or word in ("sdpa", "fa2", "fa3", "fa4"):
+        kernel = "flash3" if "3" in word else "cudnn" if "4" in word else "flash"
+        run.set("attention", kernel, found)
+        if kernel == "cudnn":
+            run.notes.append(f"{found.key} = {found.value}: FlashAttention-4 is estimated at cuDNN's rate")
     elif word in ("eager", "disabled"):
         run.set("attention", "math", found)
     elif found.given and word not in ("", "auto", "none"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp2prof.estimators.config.lora import peft_targets
-from fsdp2prof.estimators.config.trainers.hugging_face import ALL_LAYERS
+from fsdp2prof.estimators.config.trainers.hugging_face import ALL_LAYERS, read_attention
 from fsdp2prof.estimators.config.trainers.reading import Reading, Value, is_on
 
 _GPUS_PER_NODE = 8
@@ -54,12 +54,10 @@ def read_prime_rl(run: Reading) -> None:
     _batch(run, is_sft)
     _memory(run)
     attention = key("model.attn")
-    stands_in = "3" in attention.word() or "4" in attention.word() or attention.word() == "auto"
-    if stands_in:
-        run.notes.append(
-            f"{attention.key} = {attention.value}: FlashAttention 3 and 4 are estimated as FlashAttention 2"
-        )
-    (run.says if stands_in else run.set)("attention", "flash", attention)
+    read_attention(run, attention)
+    if attention.word() == "auto":
+        kernels = "flash3 on Hopper, cudnn (for FlashAttention-4) on B200, flash elsewhere"
+        run.ask("attention", f"model.attn is auto, which depends on the GPU: {kernels}", " KERNEL")
     _loss(run, is_sft)
     if is_on(again := key("recompute_logprobs")):
         run.set("extra_model", "self", again)
