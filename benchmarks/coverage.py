@@ -61,7 +61,7 @@ OF_A_SIDE = 0.95
 NOISE = 0.02
 """Within which a published step repeats, as ``estimate step --measured`` has it."""
 DATA = Path(__file__).with_name("data")
-SPEED = (DATA / "throughput_found_later.csv", DATA / "throughput_same_sources.csv")
+SPEED = tuple(DATA / f"throughput_{name}.csv" for name in ("found_later", "same_sources", "prime_rl"))
 
 
 _SAME = {
@@ -242,12 +242,19 @@ def _memory(
 
 
 def speed_rows(tables: Iterable[Path]) -> Iterator[Row]:
-    """Rows of the tables that publish a speed. Those that cannot be predicted are named by their refusal."""
+    """Rows of the tables that publish a speed; of those with one id the first.
+
+    Those that cannot be predicted are named by their refusal.
+    """
+    known: set[str] = set()
     for path in tables:
         columns = _columns(path)
         if not {"tokens_per_s_per_gpu", "interconnect"} <= columns:
             continue
         for found in _read(path):
+            if found["id"] in known:
+                continue
+            known.add(found["id"])
             yield Row(found["id"], _short(found["source"]), tuple(found.items()), partial(_speed, found))
 
 

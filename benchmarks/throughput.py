@@ -15,6 +15,7 @@ errors.
 from __future__ import annotations
 
 import csv
+import json
 import os
 import sys
 from collections import defaultdict
@@ -30,6 +31,7 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.stacks import with_stack
+from fsdp2prof.estimators.models.catalog import builtin_config
 from fsdp2prof.estimators.step import estimate_step
 
 PARTS = {
@@ -148,6 +150,7 @@ def read(row: dict[str, str]) -> Row:
     if part in CUDNN_FIRST:
         policy["attention"] = "cudnn"
     policy |= _options(row.get("options") or "")
+    model = _model(row["model"])
     nodes = "nodes" if int(row["gpus"]) > cluster.gpus_per_node else None
     kind = "tp" if mesh.tp > 1 else "float8" if float8 != "no" else "compiled" if compiled else "eager"
     return Row(
@@ -155,10 +158,12 @@ def read(row: dict[str, str]) -> Row:
         kind=f"{kind}, several {nodes}" if nodes else kind,
         family=(row["gpu"], row["source"].partition(" ")[0].partition("(")[0]),
         published=float(row["tokens_per_s_per_gpu"]),
-        model=ModelSpec(source=_model(row["model"])),
+        model=ModelSpec(source=model),
         mesh=mesh,
         policy=PolicySpec.from_mapping(
-            policy if stack == OWN_OPTIONS else with_stack(stack, policy, pipelined=mesh.pp > 1)
+            policy
+            if stack == OWN_OPTIONS
+            else with_stack(stack, policy, tied=_is_tied(model), pipelined=mesh.pp > 1)
         ),
         cluster=cluster,
     )
@@ -169,6 +174,13 @@ def _model(name: str) -> str:
     return (
         str(Path(__file__).with_name("data") / name) if name.endswith(".json") else name.removeprefix("hf:")
     )
+
+
+def _is_tied(model: str) -> bool:
+    """Whether head and embedding share a parameter."""
+    if model.endswith(".json"):
+        return bool(json.loads(Path(model).read_text()).get("tie_word_embeddings"))
+    return builtin_config(model).tied
 
 
 def _options(text: str) -> dict[str, str | int | bool]:

@@ -179,6 +179,17 @@ class PolicySpec:
     offload: bool = of_sharding(
         False, Flag(), "CPUOffloadPolicy: shards, gradients and optimizer state in pinned host memory."
     )
+    offload_optimizer: bool = of_training(
+        False,
+        Flag(),
+        "The optimizer's state is in pinned host memory, and on the device while it updates (prime-rl's "
+        "optim_cpu_offload).",
+    )
+    offload_activations: bool = of_checkpointing(
+        False,
+        Flag(),
+        "Tensors that forward saves are copied to pinned host memory, and back where backward needs them.",
+    )
     lora: Lora | None = of_training(
         None,
         LoraText(),
@@ -196,7 +207,7 @@ class PolicySpec:
             refused=(
                 ("memory-budget", "use op, or full and none as the two ends of a budget"),
                 ("budget", "use op, or full and none as the two ends of a budget"),
-                ("offload", "activation offload is not supported: use full"),
+                ("offload", "use full with offload_activations"),
                 ("submodule", "use children: each child module of a block, on its own"),
             ),
         ),
@@ -218,7 +229,7 @@ class PolicySpec:
             words=tuple(IMPLEMENTATIONS),
             refused=(
                 ("in-backward", "use fused with clip_grad=false, which also holds all sharded gradients"),
-                ("cpu-offload", "use offload, which also keeps parameters and gradients on the host"),
+                ("cpu-offload", "use offload_optimizer, which updates on the device"),
             ),
         ),
         "Optimizer implementation.",
@@ -448,6 +459,8 @@ class PolicySpec:
         for name in SELECTION:
             if getattr(self, name) is not None and self.ac != "op":
                 raise ModelError(f"{name}: without ac=op nothing chooses what is saved")
+        if self.offload and self.offload_optimizer:
+            raise ModelError("offload_optimizer: with offload, optimizer state is on the host already")
         if self.keep_logits is not None and (self.loss == "fused" or self.loss_in_pieces):
             raise ModelError(f"keep_logits: loss={self.loss} never makes them whole")
         refusal = self.optimizer_kind and self.optimizer_kind.refusal(self.optimizer_impl)
@@ -480,6 +493,11 @@ class PolicySpec:
         if ":" in self.optimizer:
             return OptimizerFactory(source=self.optimizer)
         return OPTIMIZERS.get(self.optimizer) or HELD.get(self.optimizer)
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether anything of the training is in host memory."""
+        return self.offload or self.offload_optimizer or self.offload_activations
 
     @property
     def sequences(self) -> int:

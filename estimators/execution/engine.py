@@ -215,7 +215,7 @@ class FakeRank:
         self.model = sharded_model(spec, sizes, policy, self.mesh, graphs=graphs)
         self.seconds = second_models(self.model, spec, sizes, policy, self.mesh)
         self.others = [second for second in self.seconds if not second.is_itself]
-        self.host = stack.enter_context(host_memory(offloads=policy.offload))
+        self.host = stack.enter_context(host_memory(offloads=policy.offload, is_used=policy.uses_host))
 
     def loop(self, following: Callable[[], AbstractContextManager[object]] = nullcontext) -> TrainingLoop:
         """Give the models their memory and return the training; ``following`` is around the trained one's."""
@@ -274,7 +274,7 @@ def execute(
         provenance = BlockProvenance(model.module, model.blocks, tracker)
         with tracker:
             tracker.mark_step(0)
-            with host():
+            with host.always():
                 on_host = torch.empty(1)
             loop = rank.loop(provenance.following)
             for step in range(1, steps + 1):

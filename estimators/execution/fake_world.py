@@ -143,10 +143,15 @@ Direction: TypeAlias = Literal["host_to_device", "device_to_host"]
 
 
 class HostMemory:
-    """Where sharded parameters, gradients and optimizer state live: on the host, or on the device."""
+    """Where sharded parameters, gradients and optimizer state live: on the host, or on the device.
 
-    def __init__(self, *, offloads: bool) -> None:
+    ``offloads`` is FSDP's own offload of all of them; ``is_used`` also includes that of optimizer state or
+    activations alone.
+    """
+
+    def __init__(self, *, offloads: bool, is_used: bool | None = None) -> None:
         self.offloads = offloads
+        self.is_used = offloads if is_used is None else is_used
         self.stream = torch.cpu.Stream()
         """Its operators run on the host."""
         self.copying: Direction | None = None
@@ -158,20 +163,24 @@ class HostMemory:
         """Allocate on the host, where offloaded, what is allocated inside."""
         return torch.cpu.stream(self.stream) if self.offloads else nullcontext()
 
+    def always(self) -> AbstractContextManager[None]:
+        """Allocate on the host what is allocated inside, if anything is there."""
+        return torch.cpu.stream(self.stream) if self.is_used else nullcontext()
+
     def copy(self, tensor: Tensor, direction: Direction) -> Tensor:
         """Return a copy between host and device of a tensor, queued on the current stream."""
         self.copying, self.copies_on = direction, torch.cpu.current_stream()
         try:
-            with self() if direction == "device_to_host" else nullcontext():
+            with self.always() if direction == "device_to_host" else nullcontext():
                 return tensor.clone()
         finally:
             self.copying = self.copies_on = None
 
 
 @contextmanager
-def host_memory(*, offloads: bool) -> Iterator[HostMemory]:
+def host_memory(*, offloads: bool, is_used: bool) -> Iterator[HostMemory]:
     """Make FSDP's copies between host and device real while inside, if it ``offloads``."""
-    host = HostMemory(offloads=offloads)
+    host = HostMemory(offloads=offloads, is_used=is_used)
     if not offloads:
         yield host
         return

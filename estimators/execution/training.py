@@ -31,7 +31,7 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.compiler.graphs import Graphs
 from fsdp2prof.estimators.config.optimizers import OptimizerFactory
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.execution.fake_world import HostMemory
+from fsdp2prof.estimators.execution.fake_world import Direction, HostMemory
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineRank
 from fsdp2prof.estimators.execution.second_models import MODEL_ROOT, SecondModel
 from fsdp2prof.estimators.models.experts import ExpertExchange
@@ -194,6 +194,8 @@ class TrainingLoop:
                     stack.enter_context(loss_parallel())
                 if policy.roots > 1:
                     stack.enter_context(record_function(root_label(MODEL_ROOT)))
+                if policy.offload_activations:
+                    stack.enter_context(activations_on_host(root, self.host))
                 loss = self.model.loss(root, batch, policy.loss)
                 loss.backward()  # type: ignore[no-untyped-call]
 
@@ -213,9 +215,63 @@ class TrainingLoop:
                 clip_gradients(self.model)
             own_code = isinstance(self.policy.optimizer_kind, OptimizerFactory)
             with nullcontext() if own_code else _on_local_shards(self.optimizer):
+                if self.policy.offload_optimizer:
+                    _move_state(self.optimizer, self.host, "host_to_device")
                 self.optimizer.step()
+                if self.policy.offload_optimizer:
+                    _move_state(self.optimizer, self.host, "device_to_host")
             if self.policy.fp8_all_gather:
                 compute_scales(self.model.module.parameters())
+
+
+def _move_state(optimizer: torch.optim.Optimizer, host: HostMemory, direction: Direction) -> None:
+    """Copy what the optimizer keeps for each parameter, one tensor after the other; counters stay."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if not isinstance(value, Tensor) or not value.ndim:
+                continue
+            moved = host.copy(_local(value), direction)
+            if isinstance(value, DTensor):
+                value._local_tensor = moved
+            else:
+                state[name] = moved
+
+
+_SMALL_BYTES = 1024
+"""Saved tensors below this stay on the device (torchtune's, TRL's and prime-rl's ``min_offload_size``)."""
+
+
+@contextmanager
+def activations_on_host(root: nn.Module, host: HostMemory) -> Iterator[None]:
+    """Copy to the host what the root's forward saves, parameters apart, and back as backward asks for it.
+
+    As by ``OffloadActivations`` of torchtune and prime-rl, without streams of its own.
+    """
+
+    def pack(tensor: Tensor) -> tuple[Tensor, bool]:
+        if isinstance(tensor, nn.Parameter) or tensor.numel() * tensor.element_size() < _SMALL_BYTES:
+            return tensor, False
+        with torch.no_grad():
+            return host.copy(tensor.detach(), "device_to_host"), True
+
+    def unpack(packed: tuple[Tensor, bool]) -> Tensor:
+        tensor, is_on_host = packed
+        if not is_on_host:
+            return tensor
+        with torch.no_grad():
+            return host.copy(tensor, "host_to_device")
+
+    forward = root.forward
+
+    def offloading(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return forward(*args, **kwargs)
+
+    root.forward = offloading
+    try:
+        yield
+    finally:
+        root.forward = forward
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from fsdp2prof.estimators.techniques.expert_parallel import ExpertParallel
 from fsdp2prof.estimators.techniques.float8.program import Float8Training
 from fsdp2prof.estimators.techniques.lora import LowRankAdapters
 from fsdp2prof.estimators.techniques.losses import Losses, SecondModels
+from fsdp2prof.estimators.techniques.offloading import Offloading
 from fsdp2prof.estimators.techniques.pipeline import Pipeline
 from fsdp2prof.estimators.techniques.technique import About, Technique
 from fsdp2prof.estimators.techniques.tensor_parallel import AsyncTensorParallel, TensorParallelism
@@ -26,6 +27,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     LowRankAdapters(),
     Checkpointing(),
     Losses(),
+    Offloading(),
     Pipeline(),
     TensorParallelism(),
     ExpertParallel(),

@@ -63,13 +63,13 @@ class Capture:
     """Records the commands that the calling thread issues while the context is active.
 
     ``mesh_dims`` names the process groups: group name -> mesh dimension. ``host`` tracks work on the host
-    and copies to and from it (``CPUOffloadPolicy``).
+    and copies to and from it.
     """
 
     def __init__(self, mesh_dims: dict[str, str], host: HostMemory | None = None) -> None:
         self.commands: list[Command] = []
         self._mesh_dims = mesh_dims
-        self._host = host if host is not None and host.offloads else None
+        self._host = host if host is not None and host.is_used else None
         self._copied_to_host: int | None = None
         """Stream of a copy to the host that the host has not waited for."""
         default = torch.cpu.current_stream()
@@ -323,7 +323,7 @@ def execute_and_capture(
     check_parallelism(full, mesh, policy)
     policy = fold_blocks(policy, full.blocks)
     differs = (
-        policy.compile or policy.float8 is not None or policy.other_models or policy.offload or mesh.pp > 1
+        policy.compile or policy.float8 is not None or policy.other_models or policy.uses_host or mesh.pp > 1
     )
     if differs or depths_to_execute(spec, mesh, policy, full) is not None:
         return None

@@ -91,8 +91,4 @@ def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[
             if policy.rules.root_obeys_reshard
             else "the root stays gathered regardless of its setting, as in torch before 2.8"
         )
-    if policy.offload:
-        notes.append(
-            "offload: host bytes are those of the tensors; pinned memory is rounded up to powers of two"
-        )
     return [*notes, *notes_of("memory", mesh, policy)]

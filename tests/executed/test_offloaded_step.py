@@ -6,12 +6,14 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.shares import HOST_CORE_GB_PER_S
+from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.simulate.program import HostWait, Kernel, Program
 from fsdp2prof.estimators.step import estimate_step
@@ -68,3 +70,45 @@ def test_the_optimizer_on_the_host_takes_what_its_bytes_take(implementation: str
     assert sum(parts.values()) + on_host.bubble_ns == on_host.step_ns
     assert on_host.range.low_ns < on_host.step_ns < on_host.range.high_ns
     assert any("OMP_NUM_THREADS" in line for line in on_host.range.unknown)
+
+
+def test_state_of_the_optimizer_is_on_the_device_only_while_it_updates() -> None:
+    """AdamW's two moments of a rank's shard, in fp32; the peak is in forward or backward without them."""
+    mesh, policy = MeshSpec(dp_shard=RANKS), PolicySpec(seq_len=512)
+    kept, moved = (
+        estimate_memory(MODEL, mesh, replace(policy, offload_optimizer=offload)) for offload in (False, True)
+    )
+    state = kept.peak.categories["optimizer_state"]
+    assert state > 0
+    assert moved.peak.categories["optimizer_state"] < 0.01 * state, "but for counters"
+    assert kept.peak.active_bytes - moved.peak.active_bytes == pytest.approx(state, rel=0.01)
+    assert moved.host_bytes - kept.host_bytes == pytest.approx(state, rel=0.01)
+    program = capture_step(MODEL, mesh, replace(policy, offload_optimizer=True))
+    assert copied(program, "host_to_device") == copied(program, "device_to_host")
+    assert copied(program, "host_to_device") == pytest.approx(state, rel=0.01)
+
+
+def test_what_forward_saves_is_on_the_host_until_backward_asks_for_it() -> None:
+    """With full checkpointing a block saves its input: 1024 x 768 numbers in bf16; without, far more."""
+    mesh, policy = MeshSpec(dp_shard=RANKS), PolicySpec(seq_len=1024, ac="full")
+    deep = ModelSpec(source="gpt2", layers=6)
+    inputs = 6 * 1024 * 768 * 2
+    moved = replace(policy, offload_activations=True)
+    assert inputs <= copied(capture_step(deep, mesh, moved), "device_to_host")
+    host, counters = (estimate_memory(deep, mesh, one).host_bytes for one in (moved, policy))
+    assert inputs <= host - counters
+    kept = estimate_memory(deep, mesh, replace(policy, ac="none"))
+    away = estimate_memory(deep, mesh, replace(moved, ac="none"))
+    assert away.host_bytes > 10 * inputs
+    assert kept.peak.active_bytes - away.peak.active_bytes > 5 * inputs
+
+
+def test_offloads_that_exclude_each_other_are_refused() -> None:
+    with pytest.raises(ModelError, match="on the host already"):
+        PolicySpec(seq_len=32, offload=True, offload_optimizer=True)
+    with pytest.raises(ModelError, match="pipeline"):
+        estimate_memory(
+            ModelSpec(source="gpt2", layers=4),
+            MeshSpec(dp_shard=2, pp=2),
+            PolicySpec(seq_len=32, grad_accum=2, offload_activations=True),
+        )

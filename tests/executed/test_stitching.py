@@ -33,7 +33,12 @@ def positions(allocations) -> np.ndarray:
 @pytest.mark.parametrize(
     ("layers", "mesh", "policy", "how"),
     [
-        (12, MeshSpec(dp_shard=4), replace(POLICY, ac="op", reshard="torchtitan"), "4 and 5 blocks"),
+        (
+            12,
+            MeshSpec(dp_shard=4),
+            replace(POLICY, ac="op", reshard="torchtitan", offload_activations=True, offload_optimizer=True),
+            "4 and 5 blocks",
+        ),
         (
             12,
             MeshSpec(dp_shard=2),

@@ -393,6 +393,11 @@ KEPT = "model.backend.enable_fsdp_optimizations: true"
         (TUNE + "loss: {_component_: torch.nn.CrossEntropyLoss}", "loss", "full"),
         (TUNE + "loss: {_component_: torch.nn.CrossEntropyLoss}\ncompile: true", "loss", "compiled"),
         (TUNE, "optimizer_impl", "for-loop"),
+        (TUNE + "enable_activation_offloading: true", "offload_activations", True),
+        (AXOLOTL + "activation_offloading: true", "offload_activations", True),
+        (AXOLOTL + "gradient_checkpointing: offload", "offload_activations", True),
+        (AXOLOTL + "gradient_checkpointing: offload", "ac", "full"),
+        (VEOMNI + "train: {enable_activation_offload: true}", "offload_activations", True),
         (TRAINER + "fsdp_config: {fsdp_version: 2}\nattn_implementation: eager", "attention", "math"),
         (
             ADAPTED_V1 + "quant_config: {name: bnb, quantization_bit: 4}",
@@ -500,11 +505,11 @@ def test_contradictions_and_plugins_are_said(tmp_path: Path) -> None:
         "plugins: my.Plugin is not known; what it changes is not in the estimate",
     ]
     assert read.not_known == ["new_key"]
-    (tmp_path / "t.yaml").write_text(TRAINER + "activation_offloading: true")
+    (tmp_path / "t.yaml").write_text(TRAINER + "use_unsloth_gc: true")
     (tmp_path / "acc.yaml").write_text(ACCELERATE)
     notes = read_trainer_files([tmp_path / "t.yaml", tmp_path / "acc.yaml"], world_size=16).read.notes
     assert "accelerate.num_processes = 8 makes a world of 8: --world-size 16 is taken" in notes
-    assert any("activation_offloading = True is not modelled" in note for note in notes)
+    assert any("use_unsloth_gc = True is not modelled" in note for note in notes)
 
 
 def test_what_a_file_does_not_say_is_asked_or_named(tmp_path: Path) -> None:
@@ -972,6 +977,17 @@ batch_size = 16
     assert not run.read.not_known
     run = read(tmp_path, ("rl.toml", text.replace("fused_lm_head", "fused_lm_head_token")), world_size=8)
     assert run.values["policy"]["loss"] == "chunked-blocks:2048"
+
+
+def test_what_prime_rl_offloads_is_on_unless_its_file_says_otherwise(tmp_path: Path) -> None:
+    names = ("offload_activations", "offload_optimizer", "offload")
+    for added, expected in (
+        ("", [True, True, False]),
+        ('optim_cpu_offload = false\nac_offloading = "none"\n', [False, False, False]),
+        ("fsdp_cpu_offload = true\n", [True, False, True]),
+    ):
+        policy = made(read(tmp_path, ("sft.toml", PRIME.replace("[model]\n", f"[model]\n{added}"))))
+        assert [policy[name] for name in names] == expected
 
 
 def test_an_older_prime_rl_compiles_and_checkpoints_what_its_file_says(tmp_path: Path) -> None:

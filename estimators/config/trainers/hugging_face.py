@@ -105,7 +105,10 @@ def read_checkpointing(run: Reading, *keys: str) -> None:
     """Checkpointing of every block, on or off."""
     found = run.get(*keys)
     if found.value is not None:
-        run.set("ac", "full" if is_on(found) or found.word() in ("offload", "unsloth") else "none", found)
+        on_host = found.word() in ("offload", "unsloth")
+        run.set("ac", "full" if is_on(found) or on_host else "none", found)
+        if on_host:
+            run.set("offload_activations", True, found)
 
 
 def read_attention(run: Reading, found: Value) -> None:

@@ -124,17 +124,9 @@ def _memory(run: Reading) -> None:
         run.set("ac", "full" if every.number(1) == 1 else f"every:{every.number(1)}", every)
     offload = get("model.ac_offloading")
     get("model.ac_offloading.max_inflight_activations")
-    if offload.word() != "none":
-        run.notes.append(
-            "activation offload is not modelled: the estimate counts the inputs of checkpointed blocks on "
-            "the device, an upper bound"
-        )
+    run.set("offload_activations", offload.word() not in ("none", "false"), offload)
     state = get("model.optim_cpu_offload")
-    if is_on(state):
-        run.notes.append(
-            f"{state.key} is on ({state.source}): optimizer state on the host is not modelled alone; it is "
-            "counted on the device, an upper bound, and its transfers are not in the step's time"
-        )
+    run.set("offload_optimizer", is_on(state) and not run.policy.get("offload"), state)
     allocator = get("env_vars.PYTORCH_CUDA_ALLOC_CONF")
     if allocator.given:
         segments = "expandable" if "expandable_segments:true" in allocator.word() else "classic"

@@ -36,14 +36,6 @@ def read_veomni(run: Reading) -> None:
     if optimizer.word() not in ("adamw", "adam", "sgd", "adamw_torch"):
         run.refuse(optimizer, "adamw, adam and sgd are modelled")
     run.set("optimizer", optimizer.word().removesuffix("_torch"), optimizer)
-    if run.get(
-        "train.enable_activation_offload",
-        "train.accelerator.offload_config.enable_activation",
-        "train.accelerator.offload.enable_activation",
-    ).value:
-        run.notes.append(
-            "activation offload is not modelled: activations are counted on the device, an upper bound"
-        )
     rank = run.get("model.lora_config.rank", "model.lora_rank")
     if rank.value is not None:
         targets = run.get("model.lora_config.lora_modules", "model.lora_target_modules")

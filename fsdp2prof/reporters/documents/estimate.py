@@ -227,7 +227,8 @@ def _memory_numbers(estimate: MemoryEstimate) -> list[KeyFigure]:
     if estimate.fit is not None and estimate.device_total_bytes is not None:
         device = f"{estimate.device}, {format_bytes(estimate.device_total_bytes)}"
         numbers.append(KeyFigure(value=FITS[estimate.fit].label, label=f"on {device}"))
-    if estimate.policy.offload:
+    policy = estimate.policy
+    if policy.offload or policy.offload_optimizer or policy.offload_activations:
         numbers.append(KeyFigure(value=format_bytes(estimate.host_bytes), label="of host memory"))
     return numbers
 
