@@ -260,7 +260,7 @@ def describe(
 
 def _refer_to_the_given_model(of_file: dict[str, Any], given: Any, named: Any) -> None:
     """Where a trainer's file names the trained model as its own reference, so does a model given instead."""
-    if given is not None and of_file["policy"].get("extra_model") == named:
+    if given is not None and named is not None and of_file["policy"].get("extra_model") == named:
         of_file["policy"]["extra_model"] = given
 
 

@@ -203,3 +203,16 @@ def test_a_real_process_says_one_line_and_no_traceback():
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: unknown model 'llama9'")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_model_given_for_one_that_is_not_built_in_is_no_reference_of_its_own(run, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: {_component_: my.models.mystery}\noptimizer: {_component_: torch.optim.AdamW}\n"
+        "loss: {_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}\nbatch_size: 1\ndtype: bf16\n"
+        "tokenizer: {max_seq_len: 64}\n"
+    )
+    given = ["--from-config", str(file), "--gpus", "4", "--model", "gpt2", "--format", "json"]
+    code, out = run("comm", *given)[:2]
+    assert code == 0, out
+    assert json.loads(out)["policy"]["extra_model"] is None

@@ -210,7 +210,8 @@ EXPECTED: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "model": "qwen3-4b", "dp_shard": 8, "batch_size": 1, "grad_accum": 2,
             "seq_len": 16384, "ac": "full",
-            "compile": True, "orig_dtype": "float32", "reshard_root": True, "loss": "full",
+            "compile": True, "orig_dtype": "float32", "reshard_root": True,
+            "loss": "chunked-blocks:8192", "optimizer_impl": "for-loop", "offload_optimizer": True,
         },
     ),
     "nemo.yaml": (
@@ -977,6 +978,27 @@ batch_size = 16
     assert not run.read.not_known
     run = read(tmp_path, ("rl.toml", text.replace("fused_lm_head", "fused_lm_head_token")), world_size=8)
     assert run.values["policy"]["loss"] == "chunked-blocks:2048"
+
+
+def test_sft_of_prime_rl_has_the_chunked_head_since_july(tmp_path: Path) -> None:
+    policy = made(read(tmp_path, ("sft.toml", PRIME)))
+    assert (policy["loss"], policy["optimizer_impl"]) == ("chunked-blocks:8192", "for-loop")
+    added = 'optim_cpu_offload = false\nfused_lm_head_token_chunk_size = "disabled"\n'
+    whole = PRIME.replace("[model]\n", f"[model]\n{added}").replace("num_train_gpus", "num_gpus")
+    run = read(tmp_path, ("sft.toml", whole))
+    policy = made(run)
+    assert (policy["loss"], policy["optimizer_impl"]) == ("full", "fused")
+    assert (run.values["mesh"], run.read.not_known) == ({"dp_shard": 8}, [])
+    (tmp_path / "sft.toml").write_text(PRIME)
+    old = read_trainer_files([tmp_path / "sft.toml"], stack="prime-rl-2026-01-sft")
+    assert old.values["policy"].get("loss") is None, "the stack says it"
+
+
+def test_a_flavor_of_torchtitan_may_name_its_attention(tmp_path: Path) -> None:
+    text = '[model]\nname = "llama3"\nflavor = "8B_flex_attn"\n[training]\nseq_len = 4096\n'
+    run = read(tmp_path, ("titan.toml", text), world_size=8)
+    assert run.values["model"] == "llama3-8b"
+    assert any("flex attention" in one for one in run.read.open)
 
 
 def test_what_prime_rl_offloads_is_on_unless_its_file_says_otherwise(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ _OLDER = (
     *_HEAD_PIECES,
 )
 """Keys until early 2026, when nothing was compiled, checkpointed or offloaded unless a file said so."""
+_SFT_OF_JANUARY = "prime-rl-2026-01-sft"
 _OFF = "src/prime_rl/trainer/config.py of February 2026: off unless a file has it"
 _OFF_BEFORE = ("model.ac", "model.ac_offloading", "model.compile", "model.optim_cpu_offload")
 _OF_AN_ORCHESTRATOR = ("rollouts_per_example", "sampling", "environment")
@@ -74,8 +75,14 @@ def read_prime_rl(run: Reading) -> None:
     run.set("optimizer", kind.word() or "adamw", kind)
 
 
+def _is_older(run: Reading) -> bool:
+    """Whether the files have keys of before early 2026."""
+    return run.has(*_OLDER)
+
+
 def _world(run: Reading) -> None:
-    nodes, gpus = run.get("deployment.num_train_nodes"), run.get("deployment.num_train_gpus")
+    nodes = run.get("deployment.num_train_nodes", "deployment.num_nodes")
+    gpus = run.get("deployment.num_train_gpus", "deployment.num_gpus")
     if nodes.value is not None:
         each = run.get("deployment.gpus_per_node")
         run.set_world(nodes, _GPUS_PER_NODE if each.value is None else each.number(1))
@@ -107,7 +114,7 @@ def _batch(run: Reading, is_sft: bool) -> None:
 
 
 def _memory(run: Reading) -> None:
-    older = run.has(*_OLDER)
+    older = _is_older(run)
 
     def get(name: str) -> Value:
         found = run.get(f"trainer.{name}", name)
@@ -127,6 +134,8 @@ def _memory(run: Reading) -> None:
     run.set("offload_activations", offload.word() not in ("none", "false"), offload)
     state = get("model.optim_cpu_offload")
     run.set("offload_optimizer", is_on(state) and not run.policy.get("offload"), state)
+    if not older:  # optim/__init__.py 56 and 107: fused=False makes torch go from parameter to parameter
+        run.set("optimizer_impl", "for-loop" if is_on(state) else "fused", state)
     allocator = get("env_vars.PYTORCH_CUDA_ALLOC_CONF")
     if allocator.given:
         segments = "expandable" if "expandable_segments:true" in allocator.word() else "classic"
@@ -154,11 +163,11 @@ def _loss(run: Reading, is_sft: bool) -> None:
     else:
         key = "model.fused_lm_head_token_chunk_size"
         pieces, way = run.get(f"trainer.{key}", key), "chunked-blocks"
-    if is_sft:
+    if is_sft and (way == "chunked-vocab" or _is_older(run) or run.stack == _SFT_OF_JANUARY):
         if pieces.given:
-            run.notes.append(f"{pieces.key} does nothing in SFT: its trainer makes all logits")
+            run.notes.append(f"{pieces.key} does nothing in SFT before July 2026: it makes all logits")
         return
     if pieces.word() in ("none", "disabled", "auto"):
-        run.set("loss", "logprobs", pieces)
+        run.set("loss", "full" if is_sft else "logprobs", pieces)
         return
     run.set("loss", f"{way}:{pieces.number(1)}", pieces)

@@ -71,7 +71,8 @@ def _model(run: Reading) -> None:
         if flavor.value is not None:
             run.no_model = f"{flavor.source}: the family of {flavor.value} is not built in: add --model"
         return
-    size = _FLAVORS.get(flavor.word(), flavor.word()).replace("_", "-")
+    size, _, kernel = flavor.word().partition("_flex_" if "_flex_" in flavor.word() else "_varlen_")
+    size = _FLAVORS.get(size, size).replace("_", "-")
     family = f"{name.word().replace('_', '-')}-" if name.word() in _MODELS else ""
     run.set_model(f"{family}{size}", name, flavor)
     norm = run.get("model.norm_type")
@@ -80,6 +81,8 @@ def _model(run: Reading) -> None:
     if norm.value is not None:
         run.set("norm", "composed" if norm.word() == "rmsnorm" else "fused", norm)
     attention = run.get("model.use_flex_attn", "model.attn_type", "model.attn_backend").word()
+    if kernel:
+        attention = "flex" if "_flex_" in flavor.word() else "varlen"
     if attention in ("true", "flex", "varlen"):
         kind = "flex" if attention == "true" else attention
         run.ask("documents", f"{kind} attention: documents in a sequence are not in the file", f" {kind}:K")

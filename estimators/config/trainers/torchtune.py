@@ -10,6 +10,7 @@ from fsdp2prof.estimators.config.trainers.reading import Reading, is_on
 _MODEL = re.compile(
     r"(?:q?lora_)?(llama2|llama3(?:_[123])?|qwen2(?:_5)?|qwen3)_(\d+(?:_\d+)?b)(?:_(?:base|instruct))?$"
 )
+_NAMED = (("llama4_scout_17b_16e", "llama4-scout"), ("llama4_maverick_17b_128e", "llama4-maverick"))
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -25,8 +26,11 @@ def read_torchtune(run: Reading) -> None:
     if length.value is not None:
         run.set("seq_len", length.number(1), length)
     if not is_on(run.get("dataset.packed")):
-        most = f"{length.value} tokens is the most" if length.value is not None else "add --seq-len"
-        run.open.append(f"without dataset.packed the data decide how long a sequence is: {most}")
+        varies = "without dataset.packed the data decide how long a sequence is"
+        if length.value is None:
+            run.ask("seq_len", varies)
+        else:
+            run.open.append(f"{varies}: {length.value} tokens is the most")
     dtype = run.get("dtype")
     if dtype.value is None:
         run.missing("orig_dtype", dtype)
@@ -67,7 +71,10 @@ def _model(run: Reading) -> None:
     component = run.get("model._component_")
     name = component.word().rpartition(".")[2]
     match = _MODEL.fullmatch(name)
-    if match is not None:
+    named = next((model for start, model in _NAMED if start in name), None)
+    if named is not None:
+        run.set_model(named, component)
+    elif match is not None:
         family = match[1].replace("_", ".")
         run.set_model(f"{family}-{match[2].replace('_', '.')}", component)
     elif name:
