@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +24,7 @@ from fsdp2prof.analyzers.trace.accounting import outermost
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.analyzers.trace.script import LOOK_NS
 from fsdp2prof.results.trace import LineRow
-from fsdp2prof.tables.columns import BoolArray, IntArray
+from fsdp2prof.tables.columns import BoolArray, IntArray, Strings
 from fsdp2prof.tables.trace import EventTable
 
 _NODE = re.compile(r"autograd::engine::evaluate_function: (\w+?)Backward\d*")
@@ -158,14 +158,9 @@ def _add_backward(
     made, holder = made[holder >= 0], holder[holder >= 0]
     fqn = tables.phases.fqn.lookup(find_rows(tables.phases, events.thread[made], events.start_ns[made]))
     shares: dict[Alike, Counter[int]] = defaultdict(Counter)
-    for name, unit, key, weight in zip(
-        events.name.take(made).to_list(),
-        fqn.to_list(),
-        alike[holder].tolist(),
-        spent[holder].tolist(),
-        strict=True,
-    ):
-        shares[_plain((name or "").rpartition("::")[2]), _folded(unit or "")][key] += weight + 1
+    names = events.name.take(made)
+    for name, unit, key, weight in _summed(names, fqn, alike[holder], spent[holder] + 1):
+        shares[_plain(name.rpartition("::")[2]), _folded(unit)][key] += weight
     anywhere: dict[str, Counter[int]] = defaultdict(Counter)
     for (name, _), share in shares.items():
         anywhere[name].update(share)
@@ -190,13 +185,26 @@ def _time_of_nodes(tables: RankTables) -> dict[Alike, int]:
         at = intervals.containing(events.start_ns[mine], events.end_ns[mine], work.launch_ns[ran])
         ran, at = ran[at >= 0], at[at >= 0]
         names, fqn = events.name.take(mine[at]), tables.phases.fqn.lookup(work.phase_row[ran])
-        for name, unit, ns in zip(
-            names.to_list(), fqn.to_list(), (work.end_ns - work.start_ns)[ran].tolist(), strict=True
-        ):
-            node = _NODE.fullmatch(name or "")
-            if node is not None:
-                found[_plain(node[1]), _folded(unit or "")] += ns
+        spent = (work.end_ns - work.start_ns)[ran]
+        for name, unit, _, ns in _summed(names, fqn, np.zeros(len(ran), dtype=np.int64), spent):
+            node = _NODE.fullmatch(name)
+            assert node is not None
+            found[_plain(node[1]), _folded(unit)] += ns
     return found
+
+
+def _summed(
+    names: Strings, fqn: Strings, key: IntArray, weight: IntArray
+) -> Iterator[tuple[str, str, int, int]]:
+    """Yield the sum of the weights for each name, module and key that occur together."""
+    width, most = len(fqn.values) + 1, int(key.max(initial=0)) + 1
+    combined = (names.codes.astype(np.int64) * width + fqn.codes + 1) * most + key
+    distinct, place = np.unique(combined, return_inverse=True)
+    sums = np.bincount(place, weights=weight, minlength=len(distinct))
+    for code, total in zip(distinct.tolist(), sums.tolist(), strict=True):
+        where, one = divmod(code, most)
+        name, unit = divmod(where, width)
+        yield names.values[name], fqn.values[unit - 1] if unit else "", one, int(total)
 
 
 def _plain(name: str) -> str:
