@@ -261,7 +261,7 @@ def activations_on_host(root: nn.Module, host: HostMemory) -> Iterator[None]:
         with torch.no_grad():
             return host.copy(tensor, "host_to_device")
 
-    forward = root.forward
+    forward, own = root.forward, root.__dict__.get("forward")
 
     def offloading(*args: Any, **kwargs: Any) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -271,7 +271,10 @@ def activations_on_host(root: nn.Module, host: HostMemory) -> Iterator[None]:
     try:
         yield
     finally:
-        root.forward = forward
+        if own is None:
+            del root.forward  # the class's shows again
+        else:
+            root.forward = own
 
 
 @contextmanager
