@@ -284,7 +284,12 @@ def merge(
             result,
             kernels=kernel_rows((one.kernels for one in analyses), windows, step_ns),
             operators=operator_rows((one.operators for one in analyses), windows, *peaks),
-            lines=line_rows((one.lines for one in analyses), windows, step_ns),
+            lines=line_rows(
+                (one.lines for one in analyses),
+                windows,
+                step_ns,
+                on_device=any(one.device_type != "cpu" for one in result.ranks),
+            ),
             peak_flops_per_s=dict(references.peak_flops_per_s),
             peak_memory_bytes_per_s=references.peak_memory_bytes_per_s,
         )

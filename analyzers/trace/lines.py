@@ -2,9 +2,9 @@
 
 The recorder looks at the training's thread every few milliseconds. An operator that runs during a look is of
 the line seen; the time of all operators of one name in modules of one name is divided among their lines in
-proportion to the looks. Operators that no look found, views above all, are of the line of the operator after
-them. Backward is divided among the forward operators that its nodes are named after, in proportion to their
-time.
+proportion to the looks. Brief operators that no look found, views above all, are of the line of the operator
+after them; others that no look found are of no known line. Backward is divided among the forward operators
+that its nodes are named after, in proportion to their time.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ _SHOWN = 20
 _SHORT = 0.001
 """Fraction of a step below which a line is left out."""
 _LATE_NS = 100_000
-"""Time after an operator in which a look may still be of it: Python's lock delays looks until one ends."""
-_AFTER = 8
+"""Time after an operator, and at most half of its own, in which a look may still be of it: Python's lock
+delays looks until one ends."""
+_AFTER = 3
 """Operators in a row that no look found."""
-_LEAST = 2
-"""Looks, all ranks and steps together, below which a line may be a coincidence."""
+_BRIEF = 0.01
+"""Fraction of forward and loss up to which that is no surprise."""
+_LEAST, _LEAST_ON_DEVICE = 2, 8
+"""Looks, all ranks and steps together, below which a line may be a coincidence. A device's work is found by
+its launch alone, which is short."""
 
 Alike = tuple[str, str]
 """Name of an operator, and of the modules that it runs in, without numbers."""
@@ -75,7 +79,8 @@ def line_sums(tables: RankTables) -> LineSums:
         np.arange(len(look)) - np.repeat(np.cumsum(looks) - looks, looks)
     )
     at = np.searchsorted(events.start_ns[rows], time, side="right") - 1
-    found = (at >= 0) & (time <= events.end_ns[rows[at]] + _LATE_NS)
+    start, end = events.start_ns[rows[at]], events.end_ns[rows[at]]
+    found = (at >= 0) & (time <= end + np.minimum(_LATE_NS, (end - start) // 2))
     for key, line in zip(alike[at[found]].tolist(), lines.line.take(look[found]).to_list(), strict=True):
         if line is not None:
             sums[key].looks[_place(line)] += 1
@@ -220,7 +225,7 @@ def _place(line: str) -> str:
     return line.partition("() (")[2].removesuffix(")")
 
 
-def line_rows(ranks: Iterable[LineSums], windows: int, step_ns: float) -> list[LineRow]:
+def line_rows(ranks: Iterable[LineSums], windows: int, step_ns: float, *, on_device: bool) -> list[LineRow]:
     """Combine ranks: means over ``windows``, longest first, at most 20."""
     total: LineSums = {}
     for rank in ranks:
@@ -232,9 +237,10 @@ def line_rows(ranks: Iterable[LineSums], windows: int, step_ns: float) -> list[L
     forward: defaultdict[str, float] = defaultdict(float)
     backward: defaultdict[str, float] = defaultdict(float)
     looks: Counter[str] = Counter()
+    brief_ns = _BRIEF * sum(one.forward_ns for one in total.values())
     for one in total.values():
         looks += one.looks
-        votes = _votes(one, total)
+        votes = _votes(one, total, brief_ns)
         for line, count in votes.items():
             share = count / sum(votes.values())
             forward[line] += one.forward_ns * share
@@ -247,15 +253,16 @@ def line_rows(ranks: Iterable[LineSums], windows: int, step_ns: float) -> list[L
             step_frac=(forward[line] + backward[line]) / windows / step_ns,
         )
         for line, count in looks.items()
-        if count >= _LEAST
+        if count >= (_LEAST_ON_DEVICE if on_device else _LEAST)
     ]
     rows = [row for row in rows if row.step_frac >= _SHORT]
     return sorted(rows, key=lambda row: (-row.step_frac, row.line))[:_SHOWN]
 
 
-def _votes(one: LineSum, total: Mapping[Alike, LineSum]) -> Counter[str]:
+def _votes(one: LineSum, total: Mapping[Alike, LineSum], brief_ns: float) -> Counter[str]:
+    """Return the looks at some operators, or at those after them if they are too brief for any."""
     for _ in range(_AFTER):
-        if one.looks or one.followed_by is None:
+        if one.looks or one.followed_by is None or one.forward_ns > brief_ns:
             break
         one = total[one.followed_by]
     return one.looks

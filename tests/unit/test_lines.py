@@ -18,6 +18,9 @@ MS = 1_000_000
 MEAN, LINEAR = "model.py:26 (average)", "linear() in model.py:40 (forward)"
 
 
+LOOKS = [(10.3, MEAN), (10.5, MEAN), (11.05, MEAN), (22.5, LINEAR), (23.0, LINEAR), (27.9, LINEAR)]
+
+
 def trace_of_two_blocks() -> TraceBuilder:
     """In each block a view and a mean of 1 ms, and a product of 6 ms; backward of the view takes 20 ms."""
     trace = TraceBuilder()
@@ -40,16 +43,16 @@ def trace_of_two_blocks() -> TraceBuilder:
     return trace
 
 
-def rows_of(looks: list[tuple[float, str]]) -> list[LineRow]:
+def rows_of(looks: list[tuple[float, str]], *, on_device: bool = False) -> list[LineRow]:
     built = replace(trace_of_two_blocks().build(), base_time_ns=1)
     lines = [HostSpan(start_ns=int(at * MS) + 1, line=line) for at, line in looks]
     tables = rank_tables(built, RankManifest(host_steps=[HostStep(step=3, lines=lines)]))
-    return line_rows([line_sums(tables)], windows=1, step_ns=100 * MS)
+    return line_rows([line_sums(tables)], windows=1, step_ns=100 * MS, on_device=on_device)
 
 
 def test_time_is_of_the_line_that_asked_for_it_with_its_backward() -> None:
-    """The looks found one mean and one product of two blocks each, and never the view."""
-    product, average = rows_of([(10.5, MEAN), (11.05, MEAN), (23.0, LINEAR), (27.9, LINEAR)])[::-1]
+    """The looks found the mean of one block and the product of the other, and never the view."""
+    product, average = rows_of(LOOKS)[::-1]
     assert (average.line, product.line) == ("model.py:26 in average()", "model.py:40 in forward()")
     assert average.forward_ns == pytest.approx(2 * MS, rel=0.01)
     assert average.backward_ns == pytest.approx(20 * MS, rel=0.01), "of the view, which precedes the mean"
@@ -59,16 +62,23 @@ def test_time_is_of_the_line_that_asked_for_it_with_its_backward() -> None:
 
 
 def test_operators_of_one_name_are_divided_by_the_looks_at_them() -> None:
-    found = rows_of([(13.0, LINEAR), (14.0, LINEAR), (15.0, LINEAR), (23.0, "model.py:41 (forward)")] * 2)
+    found = rows_of([(13.0, LINEAR), (14.0, LINEAR), (15.0, LINEAR), (23.0, "model.py:41 (forward)")] * 3)
     assert {row.line: round(row.forward_ns / MS, 1) for row in found} == {
-        "model.py:40 in forward()": 10.5,  # with the view and the mean before the product
-        "model.py:41 in forward()": 3.5,
+        "model.py:40 in forward()": 9.0,
+        "model.py:41 in forward()": 3.0,
     }
 
 
-def test_one_look_names_no_line() -> None:
+def test_few_looks_name_no_line() -> None:
     assert rows_of([(13.0, LINEAR)]) == []
     assert rows_of([]) == []
+    assert rows_of(LOOKS, on_device=True) == [], "a launch is short: it takes more of them"
+    assert [row.line for row in rows_of(LOOKS * 3, on_device=True)] == [row.line for row in rows_of(LOOKS)]
+
+
+def test_an_operator_that_takes_long_and_was_never_seen_is_of_no_line() -> None:
+    (row,) = rows_of([(10.3, MEAN), (10.5, MEAN), (11.05, MEAN)])
+    assert row.forward_ns == pytest.approx(2 * MS, rel=0.01)
 
 
 @pytest.mark.parametrize(("frac", "named"), [(0.4, True), (0.05, False)])
