@@ -42,7 +42,7 @@ def positions(allocations) -> np.ndarray:
         (
             12,
             MeshSpec(dp_shard=2),
-            replace(POLICY, lora=QLORA, offload=True),
+            replace(POLICY, orig_dtype="bfloat16", lora=QLORA, offload=True),
             "4 and 5 blocks",
         ),
         pytest.param(
