@@ -11,6 +11,7 @@ __all__ = [
     "LOSSES_IN_PIECES",
     "MEASURED_ON_A_GPU",
     "REPLICAS_TRAIN_ON_CPU",
+    "SCHEDULES_ARE_AS_TODAY",
     "TENSOR_PARALLEL_SHARDS_UNEVENLY",
 ]
 
@@ -34,6 +35,9 @@ GROUPS_QUERIES_ON_CPU = _VERSION >= (2, 8)
 
 GROUPED_PRODUCTS = _VERSION >= (2, 8)
 """Experts of torch 2.7 are not one grouped product, whose kernel is named."""
+
+SCHEDULES_ARE_AS_TODAY = _VERSION >= (2, 10)
+"""Before, stages held gradients and reduced them in another order, and the norm's reduction differed."""
 
 MEASURED_ON_A_GPU = _VERSION >= (2, 11)
 """What ``tests/data/gpu`` holds was measured with torch 2.11."""
