@@ -38,7 +38,7 @@ delays looks until one ends."""
 _AFTER = 3
 """Operators in a row that no look found."""
 _BRIEF = 0.01
-"""Fraction of forward and loss up to which that is no surprise."""
+"""Fraction of forward and loss below which looks are expected to miss an operator."""
 _LEAST, _LEAST_ON_DEVICE = 2, 8
 """Looks, all ranks and steps together, below which a line may be a coincidence. A device's work is found by
 its launch alone, which is short."""
