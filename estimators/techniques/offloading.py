@@ -23,6 +23,8 @@ class Offloading(Technique):
         """What is on the host, and how it gets there."""
         if about == "memory" and policy.uses_host:
             yield "offload: host bytes are those of the tensors; pinned memory is rounded up to powers of two"
+        if about == "memory" and policy.offload_optimizer:
+            yield "optimizer state that is on the device for an update is counted among the temporaries"
         if about == "step" and policy.offload_optimizer:
             yield "optimizer state is copied to the device before each update and back after it, unhidden"
         if about == "step" and policy.offload_activations:

@@ -303,7 +303,8 @@ def _of_policy(peak: PredictedPeak, policy: PolicySpec) -> Iterator[Remedy]:
         how = "hold parameters and optimizer state in bf16 (orig_dtype=bf16), at the price of precision"
         frozen = policy.lora is not None and policy.lora.base is not None  # in a dtype of their own
         yield _remedy("low_precision_states", (states - frozen * held["sharded_parameter"]) // 2, how)
-    if policy.optimizer_impl == "foreach" and peak.phase == "optimizer":
+    in_update = peak.phase == "optimizer" and not policy.offload_optimizer  # whose state is temporary, too
+    if policy.optimizer_impl == "foreach" and in_update:
         how = "use the optimizer's fused implementation, which makes no temporaries (optimizer_impl=fused)"
         yield _remedy("fused_optimizer", held["temporary"], how)
     if policy.allocator == "classic":

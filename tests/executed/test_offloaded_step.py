@@ -83,6 +83,13 @@ def test_state_of_the_optimizer_is_on_the_device_only_while_it_updates() -> None
     assert moved.peak.categories["optimizer_state"] < 0.01 * state, "but for counters"
     assert kept.peak.active_bytes - moved.peak.active_bytes == pytest.approx(state, rel=0.01)
     assert moved.host_bytes - kept.host_bytes == pytest.approx(state, rel=0.01)
+    assert any("among the temporaries" in line for line in moved.assumptions)
+    full = replace(policy, seq_len=64, ac="full")
+    alone = MeshSpec(dp_shard=1)
+    updates = [estimate_memory(MODEL, alone, replace(full, offload_optimizer=one)) for one in (False, True)]
+    assert [one.peak.phase for one in updates] == ["optimizer", "optimizer"]
+    proposed = [{option.action for option in one.remedies} for one in updates]
+    assert ["fused_optimizer" in actions for actions in proposed] == [True, False], "state is temporary, too"
     program = capture_step(MODEL, mesh, replace(policy, offload_optimizer=True))
     assert copied(program, "host_to_device") == copied(program, "device_to_host")
     assert copied(program, "host_to_device") == pytest.approx(state, rel=0.01)
