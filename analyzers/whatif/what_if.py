@@ -32,7 +32,7 @@ from fsdp2prof.errors import InputError
 from fsdp2prof.results.communication import CrossRank, LayerRow
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.results.what_if import WhatIf, WhatIfChange, WhatIfLayer
-from fsdp2prof.units import format_bytes, format_frac, format_ns
+from fsdp2prof.units import format_ns
 from fsdp2prof.vocabulary import layer_name, op_label
 from fsdp2prof.worker_processes import no_garbage_collection
 
@@ -176,21 +176,6 @@ def _cannot_be_replayed(analysis: TraceAnalysis) -> str | None:
     return f"{ranks} share a device, where their kernels take turns"
 
 
-def sentence(row: WhatIfChange) -> str:
-    """Report a change's gain and cost: ``explicit forward prefetch of 2: saves 14.0 ms per step (3.1%)``."""
-    gained = row.gained_ns or 0.0
-    text = f"{row.what}: {'saves' if gained > 0 else 'costs'} {format_ns(abs(gained))} per step"
-    text = (
-        f"{row.what}: saves no time"
-        if abs(gained) < 1
-        else f"{text} ({format_frac(abs(row.gained_frac or 0.0))})"
-    )
-    if not row.memory_bytes:
-        return text
-    more, size = row.memory_bytes > 0, format_bytes(abs(row.memory_bytes))
-    return f"{text} and {'needs' if more else 'frees'} at most {size}{' more' if more else ' of'} memory"
-
-
 def _parsed(text: str) -> Change:
     return parse_without(text.removeprefix("without ")) if text.startswith("without ") else parse_change(text)
 
@@ -301,7 +286,7 @@ def _layers(before: Sequence[LayerRow], after: Sequence[LayerRow]) -> list[WhatI
 def _verdict(result: WhatIf, best: WhatIfChange | None) -> list[str]:
     if best is None:
         return ["No change that can be tried applies to this recording."]
-    text = sentence(best)
+    text = best.sentence()
     now = best.step_ns or 0.0
     was = format_ns(now + (best.gained_ns or 0.0))
     lines = [f"{text[0].upper()}{text[1:]}. A step of {was} takes {format_ns(now)}."]

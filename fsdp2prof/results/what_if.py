@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fsdp2prof.results import Shown
+from fsdp2prof.units import format_bytes, format_frac, format_ns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +39,23 @@ class WhatIfChange:
     missing."""
     assumptions: list[str] = field(default_factory=list)
     """Assumptions beyond those of the replay itself."""
+
+    def sentence(self, name: str | None = None) -> str:
+        """Report the gain and cost of the change, called by what it does unless it has a ``name``.
+
+        ``explicit forward prefetch of 2: saves 14.0 ms per step (3.1%)``.
+        """
+        gained, name = self.gained_ns or 0.0, name or self.what
+        text = f"{name}: {'saves' if gained > 0 else 'costs'} {format_ns(abs(gained))} per step"
+        text = (
+            f"{name}: saves no time"
+            if abs(gained) < 1
+            else f"{text} ({format_frac(abs(self.gained_frac or 0.0))})"
+        )
+        if not self.memory_bytes:
+            return text
+        more, size = self.memory_bytes > 0, format_bytes(abs(self.memory_bytes))
+        return f"{text} and {'needs' if more else 'frees'} at most {size}{' more' if more else ' of'} memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ from fsdp2prof.analyzers.whatif.program import Activities, Points, RankProgram
 from fsdp2prof.analyzers.whatif.recorded import program_of
 from fsdp2prof.analyzers.whatif.run import run
 from fsdp2prof.analyzers.whatif.warp import replayed_trace
-from fsdp2prof.analyzers.whatif.what_if import replay_job, sentence, try_each
+from fsdp2prof.analyzers.whatif.what_if import replay_job, try_each
 from fsdp2prof.errors import InputError, TraceError, UsageError
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
@@ -244,7 +244,7 @@ def test_without_a_straggler_the_others_step_as_if_it_were_one_of_them(tmp_path:
     assert result.ranks == [0]
     assert result.step_ns - (row.gained_ns or 0.0) == row.step_ns
     assert sum(result.breakdown_before_ns.values()) == pytest.approx(result.step_ns)
-    assert sentence(replace(row, gained_ns=0.0)) == "no waiting for rank 1: saves no time"
+    assert replace(row, gained_ns=0.0).sentence() == "no waiting for rank 1: saves no time"
 
 
 def test_of_two_late_ranks_only_both_together_give_the_time_back(tmp_path: Path) -> None:

@@ -250,8 +250,8 @@ def test_the_changes_worth_most_open_the_page_with_gain_and_cost() -> None:
     analysis = with_replays(on_gpus, offered)
     document = build(analysis)
     assert document.changes == [
-        "With reshard=never (`reshard=never`): saves 5.00 ms per step (10.0%), for at most 3.00 MiB more "
-        "memory.",
+        "With reshard=never (`reshard=never`): saves 5.00 ms per step (10.0%) and needs at most 3.00 MiB "
+        "more memory.",
         "With forward_prefetch=2 (`forward_prefetch=2`): saves 4.00 ms per step (8.0%).",
     ], "other results (reduce_dtype) and other hardware are not proposed"
     brief = RENDERERS["text"].render(document, RenderOptions(brief=True, width=100))

@@ -11,8 +11,7 @@ from fsdp2prof.reporters.document import Block, Findings, Section, Sentences, Va
 from fsdp2prof.reporters.documents.trace_tables import counted, step_meant, steps_of_a_kind
 from fsdp2prof.reporters.formats import show_ns
 from fsdp2prof.results.finding import Finding
-from fsdp2prof.results.what_if import WhatIfChange
-from fsdp2prof.units import format_bytes, format_frac, format_ns
+from fsdp2prof.units import format_bytes
 from fsdp2prof.vocabulary import CONFIDENCES, GAIN_BASES, quoted_error
 
 if TYPE_CHECKING:
@@ -280,18 +279,7 @@ def changes_worth_most(analysis: TraceAnalysis) -> list[str]:
     proposed.sort(key=lambda row: row.gained_ns or 0.0, reverse=True)
     if [row.change for row in proposed] == list(remedies)[:1]:  # the verdict names the first remedy
         return []
-    return [_gain(row) for row in proposed[:_WORTH_MOST]]
-
-
-def _gain(row: WhatIfChange) -> str:
-    """Report a change's gain and cost."""
-    memory = ""
-    if row.memory_bytes:
-        size = format_bytes(abs(row.memory_bytes))
-        memory = (
-            f", for at most {size} more memory"
-            if row.memory_bytes > 0
-            else f", and at most {size} less memory"
-        )
-    spared = f"saves {format_ns(row.gained_ns or 0)} per step ({format_frac(row.gained_frac)})"
-    return f"{row.what[:1].upper()}{row.what[1:]} (`{row.change}`): {spared}{memory}."
+    return [
+        f"{row.sentence(f'{row.what[:1].upper()}{row.what[1:]} (`{row.change}`)')}."
+        for row in proposed[:_WORTH_MOST]
+    ]

@@ -68,7 +68,13 @@ def _tried(tried: Sequence[WhatIfChange], title: str, *, asked: bool) -> tuple[l
     if settings:
         blocks.append(_table(settings, applied, title))
     if hardware:
-        blocks.append(Sentences(title="With faster hardware", lines=list(map(_gain, hardware)), style="list"))
+        blocks.append(
+            Sentences(
+                title="With faster hardware",
+                lines=[row.sentence(row.change) for row in hardware],
+                style="list",
+            )
+        )
     if without:
         blocks.append(Sentences(title="Without a gain", lines=[", ".join(without)], style="list"))
     notes = list(dict.fromkeys(f"{row.change}: {note}" for row in applied for note in row.assumptions))
@@ -77,10 +83,6 @@ def _tried(tried: Sequence[WhatIfChange], title: str, *, asked: bool) -> tuple[l
     if others:
         grounds.append(Sentences(title="Does not apply", lines=others, style="list"))
     return blocks, grounds
-
-
-def _gain(row: WhatIfChange) -> str:
-    return f"{row.change}: saves {format_ns(row.gained_ns or 0.0)} per step ({format_frac(row.gained_frac)})"
 
 
 def _table(rows: Sequence[WhatIfChange], every: Sequence[WhatIfChange], title: str) -> Table:
