@@ -60,7 +60,9 @@ from fsdp2prof.estimators.execution.training import (
 )
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.documents import documents_apart
-from fsdp2prof.estimators.models.llama import FeedForward, RMSNorm
+from fsdp2prof.estimators.models.experts import GroupedExperts
+from fsdp2prof.estimators.models.feed_forward import FeedForward
+from fsdp2prof.estimators.models.llama import RMSNorm
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.techniques.float8.layers import convert_linear_layers
 from fsdp2prof.estimators.techniques.float8.weight import Float8Shard, with_memory
@@ -91,11 +93,17 @@ def choose_kernels(model: Model, policy: PolicySpec) -> None:
 
     Raises ``ModelError`` for a model without any.
     """
-    for option, kind, title in (("norm", RMSNorm, "RMSNorm"), ("mlp", FeedForward, "SwiGLU")):
+    modules = list(model.module.modules())
+    norms = [one for one in modules if isinstance(one, RMSNorm)]
+    feed_forward = [one for one in modules if isinstance(one, FeedForward)]
+    experts = [one for one in modules if isinstance(one, GroupedExperts) and one.b1 is None]
+    for option, parts, title in (
+        ("norm", norms, "RMSNorm"),
+        ("mlp", [*feed_forward, *experts], "SwiGLU"),
+    ):
         chosen = getattr(policy, option)
         if chosen is None:
             continue
-        parts = [module for module in model.module.modules() if isinstance(module, kind)]
         if not parts:
             raise ModelError(
                 f"{option}: {model.name} has no {title} of the built-in models: leave the option out"

@@ -210,14 +210,15 @@ def _attention(config: TransformerConfig, hidden: Placement) -> dict[str, Parall
 def _divide_blocks(module: nn.Module, mesh: DeviceMesh, experts_apart: bool, hidden: Placement) -> None:
     """Divide modules that differ from block to block, and modules that torch has no style for."""
     from fsdp2prof.estimators.models.experts import MixtureOfExperts
-    from fsdp2prof.estimators.models.llama import Attention, FeedForward, LatentAttention
+    from fsdp2prof.estimators.models.llama import Attention, LatentAttention, TransformerBlock
     from fsdp2prof.estimators.models.local_tensors import distribute_parameters, run_on_local_tensors
 
     for part in module.modules():
-        if isinstance(part, FeedForward):
-            _divide_feed_forward(part, mesh, hidden)
-        elif isinstance(part, MixtureOfExperts):
-            _divide_mixture(part, mesh, experts_apart, hidden)
+        if isinstance(part, TransformerBlock):
+            if isinstance(part.feed_forward, MixtureOfExperts):
+                _divide_mixture(part.feed_forward, mesh, experts_apart, hidden)
+            else:
+                _divide_feed_forward(part.feed_forward, mesh, hidden)
         elif isinstance(part, LatentAttention):
             for name, dim in (("wq_a", None), ("q_norm", None), ("wq_b", 0)):
                 inner = getattr(part, name)

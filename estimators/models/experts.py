@@ -24,6 +24,7 @@ from torch.distributed._functional_collectives import (
 )
 
 from fsdp2prof.estimators.models.catalog import ExpertShape, TransformerConfig
+from fsdp2prof.estimators.models.feed_forward import FeedForward, swiglu
 from fsdp2prof.estimators.models.local_tensors import as_local
 
 ALIGNMENT = 8
@@ -134,6 +135,8 @@ class GroupedExperts(nn.Module):
     b3: nn.Parameter | None
     exchange: ExpertExchange | None = None
     """How tokens of other ranks reach them."""
+    fused = False
+    """Run SiLU and the product as one kernel would."""
     ranks = 1
     """Tensor-parallel ranks that sum their results: each holds a part of every expert."""
     left_out = False
@@ -187,28 +190,13 @@ class GroupedExperts(nn.Module):
 
     def _activate(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.b1 is None:
-            return F.silu(gate) * up
+            return swiglu(gate, up, fused=self.fused)
         gate, up = gate.clamp(max=_ACTIVATION_LIMIT), up.clamp(-_ACTIVATION_LIMIT, _ACTIVATION_LIMIT)
         return gate * torch.sigmoid(_ACTIVATION_SLOPE * gate) * (up + 1)
 
     def _one(self, layers: Sequence[ExpertLayer], x: Tensor) -> Tensor:
         first, second, third = layers
         return second.apart(self._activate(first.apart(x), third.apart(x)))
-
-
-class SharedExperts(nn.Module):
-    """SwiGLU that every token passes."""
-
-    def __init__(self, dim: int, ffn_dim: int) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
-        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
-
-    def forward(self, x_td: Tensor) -> Tensor:
-        """Transform each token."""
-        out: Tensor = self.w2(F.silu(self.w1(x_td)) * self.w3(x_td))
-        return out
 
 
 class MixtureOfExperts(nn.Module):
@@ -219,9 +207,7 @@ class MixtureOfExperts(nn.Module):
         self.shape = shape
         self.router = Router(config, shape)
         self.experts = GroupedExperts(config, shape)
-        self.shared_experts = (
-            SharedExperts(config.dim, shape.shared_ffn_dim) if shape.shared_ffn_dim else None
-        )
+        self.shared_experts = FeedForward(config.dim, shape.shared_ffn_dim) if shape.shared_ffn_dim else None
         self.exchange: ExpertExchange | None = None
         self.token_ranks, self.token_rank = 1, 0
         """Tensor-parallel ranks that route a share of the tokens each, and which of them this is."""

@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import is_fake
 
 from fsdp2prof.estimators.models.catalog import LatentShape, TransformerConfig
 from fsdp2prof.estimators.models.experts import MixtureOfExperts
+from fsdp2prof.estimators.models.feed_forward import FeedForward
 from fsdp2prof.estimators.models.local_tensors import as_local
-from fsdp2prof.fake_tensors import FusedRMSNorm, FusedSwiGLU
+from fsdp2prof.fake_tensors import FusedRMSNorm
 
 
 class RMSNorm(nn.Module):
@@ -142,28 +143,6 @@ class LatentAttention(nn.Module):
         return projected
 
 
-class FeedForward(nn.Module):
-    """SwiGLU: ``w2(silu(w1 x) * w3 x)``."""
-
-    fused = False
-    """Run SiLU and the product as one kernel would, on fake tensors."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
-
-    def forward(self, x_bsd: Tensor) -> Tensor:
-        """Transform each position."""
-        out: Tensor
-        if self.fused and is_fake(x_bsd):
-            out = self.w2(FusedSwiGLU.apply(self.w1(x_bsd), self.w3(x_bsd)))  # type: ignore[no-untyped-call]
-        else:
-            out = self.w2(F.silu(self.w1(x_bsd)) * self.w3(x_bsd))
-        return out
-
-
 class TransformerBlock(nn.Module):
     """Pre-norm attention and feed-forward with residuals: the unit FSDP wraps."""
 
@@ -176,7 +155,7 @@ class TransformerBlock(nn.Module):
         if config.experts is not None and config.experts.is_in(layer):
             self.feed_forward = MixtureOfExperts(config, config.experts)
         else:
-            self.feed_forward = FeedForward(config)
+            self.feed_forward = FeedForward(config.dim, config.ffn_dim)
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
 

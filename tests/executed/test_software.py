@@ -166,6 +166,8 @@ def test_a_fused_swiglu_keeps_its_two_factors_alone() -> None:
     fused = replace(composed, mlp="fused")
     assert kept_by_forward(composed) == kept_by_forward(PolicySpec(seq_len=TOKENS))
     assert kept_by_forward(composed) - kept_by_forward(fused) == TOKENS * FFN * 2
+    experts = ModelSpec(source="llama4-scout", layers=1)  # one of 8192 for each token, beside a shared one
+    assert kept_by_forward(composed, experts) - kept_by_forward(fused, experts) == 2 * TOKENS * 8192 * 2
     with pytest.raises(ModelError, match="mlp: gpt2 has no SwiGLU of the built-in models"):
         estimate_memory(GPT, MESH, replace(POLICY, mlp="fused"))
 
