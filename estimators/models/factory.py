@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -114,13 +113,32 @@ def no_split_blocks(module: nn.Module) -> tuple[str, ...]:
 
 
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
-    """Children of the list whose members, all of one class, hold the most parameters."""
-    best: tuple[int, tuple[str, ...]] = (0, ())
+    """FQNs of the model's blocks: members of lists with two or more of one class, outermost first.
+
+    Besides the list that holds the most parameters, those count whose members consist of several parts and
+    hold at least a tenth as many parameters each: the two kinds of blocks of an image transformer, or encoder
+    and decoder, but no list of heads.
+    """
+    found: list[tuple[int, bool, tuple[str, ...]]] = []
     for fqn, part in module.named_modules():
-        if not isinstance(part, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        inside = bool(found) and fqn.startswith(
+            tuple(f"{block}." for _, _, blocks in found for block in blocks)
+        )
+        if inside or not isinstance(part, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             continue
         children = dict(part.named_children())
-        if len(children) > 1 and len(Counter(type(child) for child in children.values())) == 1:
-            size = sum(parameter.numel() for parameter in part.parameters())
-            best = max(best, (size, tuple(f"{fqn}.{name}".lstrip(".") for name in children)))
-    return best[1]
+        if len(children) > 1 and len({type(child) for child in children.values()}) == 1:
+            sizes = [sum(own.numel() for own in child.parameters()) for child in children.values()]
+            composed = any(next(child.children(), None) is not None for child in children.values())
+            names = tuple(f"{fqn}.{name}".lstrip(".") for name in children)
+            found.append((sum(sizes), composed, names))
+    if not found:
+        return ()
+    total, _, most = max(found)
+    least = total / len(most) / 10
+    return tuple(
+        block
+        for size, composed, blocks in found
+        if blocks == most or (composed and size / len(blocks) >= least)
+        for block in blocks
+    )

@@ -202,7 +202,7 @@ def test_gpt_has_no_more_positions_than_learned():
         build_model(ModelSpec(source="gpt2"), seq_len=2048)
 
 
-def test_factory_blocks_are_the_largest_list_of_one_class(tmp_path, monkeypatch):
+def test_factory_blocks_are_the_lists_of_one_class_with_the_parameters(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n"
         "class M(nn.Module):\n"
@@ -210,12 +210,14 @@ def test_factory_blocks_are_the_largest_list_of_one_class(tmp_path, monkeypatch)
         "        super().__init__()\n"
         "        self.stem = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))\n"
         "        self.body = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))\n"
+        "        self.pairs = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))\n"
+        "        self.heads = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))\n"
         "def factory():\n    return M()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     model = build_model(ModelSpec(source="mine:factory"), seq_len=16)
-    assert model.blocks == ("body.0", "body.1", "body.2")
+    assert model.blocks == ("body.0", "body.1", "body.2", "pairs.0", "pairs.1")
     with pytest.raises(ModelError, match="no token embedding to feed"):
         model.make_batch(1, 4, torch.device("cpu"))
 
