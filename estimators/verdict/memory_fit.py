@@ -17,6 +17,7 @@ from fsdp2prof.estimators.sharding.groups import ParameterGroup, ShardedParamete
 from fsdp2prof.estimators.verdict.memory_range import (
     MEASURED,
     NOT_DECIDING,
+    PREDICTION,
     RECORD_STREAMS,
     active_range,
 )
@@ -125,21 +126,13 @@ def verdict(
         f"{format_bytes(peak.active_bytes)}{_active(peak, unknown)} of it is in use {place}."
     ]
     if room is None or room.fit == "fits" or not options:
-        fits = [] if room is None else [f"{fit_sentence(room)}{_spread(room, unknown)}"]
+        fits = [] if room is None else [fit_sentence(room, unknown)]
         return [*lines, *fits, _filling(peak)]
     best = options[0]
     none = all(one.enough is False for one in options)
     alone = "; no listed change is enough alone" if none else ""
     least = f"The largest saving: {best.how}, up to {format_bytes(best.saves_bytes)}{alone}."
     return [*lines, fit_sentence(room), least]
-
-
-def _spread(room: Room, unknown: Sequence[Unknown]) -> str:
-    """Report if the room is smaller than the errors of predictions for measured runs."""
-    spread = sum(one.high_bytes for one in unknown if one.name in NOT_DECIDING)
-    if room.fit != "fits" or room.least_bytes >= spread:
-        return ""
-    return f" Predictions of measured runs were off by up to {format_bytes(spread)}, more than that margin."
 
 
 def _reserved(peak: PredictedPeak, unknown: Sequence[Unknown]) -> str:
@@ -166,13 +159,20 @@ def _active(peak: PredictedPeak, unknown: Sequence[Unknown]) -> str:
     return f" ({format_bytes(found[0])} to {format_bytes(found[1])})"
 
 
-def fit_sentence(room: Room) -> str:
-    """Say whether a peak fits, does not, or depends, and by how much."""
+def fit_sentence(room: Room, unknown: Sequence[Unknown] = ()) -> str:
+    """Say whether a peak fits, does not, or depends, and by how much.
+
+    It probably fits where predictions of measured runs erred by more than what is left.
+    """
     device = f"{room.device} ({format_bytes(room.total_bytes)})"
     least, most = format_bytes(abs(room.least_bytes)), format_bytes(abs(room.most_bytes))
     if room.fit == "fits":
         counted = _listed(room.depends_on)
-        return f"It fits on {device}: at least {least} is left, with {counted} at their highest."
+        left = f"fits on {device}: at least {least} is left, with {counted} at their highest"
+        error = sum(one.high_bytes for one in unknown if one.name == PREDICTION)
+        if room.least_bytes >= error:
+            return f"It {left}."
+        return f"It probably {left}; predictions of measured runs were up to {format_bytes(error)} too low."
     if room.fit == "depends":
         return (
             f"Whether it fits on {device} depends on {_listed(room.depends_on)}: "

@@ -27,10 +27,10 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.memory import estimate_memory, predict_memory
 from fsdp2prof.estimators.verdict.memory_fit import _of_policy, room_on, verdict
-from fsdp2prof.estimators.verdict.memory_range import MeasuredPeaks, as_measured
+from fsdp2prof.estimators.verdict.memory_range import PREDICTION, MeasuredPeaks, as_measured
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
-from fsdp2prof.results.estimate import EstimatedModel, MemoryEstimate
+from fsdp2prof.results.estimate import EstimatedModel, MemoryEstimate, Unknown
 from fsdp2prof.units import format_bytes
 
 GIB = 1 << 30
@@ -229,6 +229,16 @@ def test_whether_it_fits_depends_between_the_ends_of_the_range(
     assert room is not None
     assert room.fit == fit
     assert words in verdict(estimate.peak, room, estimate.remedies)[1]
+
+
+def test_it_probably_fits_where_predictions_erred_by_more_than_is_left(estimate: MemoryEstimate) -> None:
+    """After 1,300 MiB of context and communicator, 100 MiB are left."""
+    device = HardwareSpec.parse(f"{(estimate.peak.reserved_bytes >> 20) + 1400}MiB")
+    room = room_on(device, estimate.peak, estimate.outside_allocator_bytes)
+    assert room is not None
+    for error, begins in ((room.least_bytes, "It fits on"), (room.least_bytes + 1, "It probably fits on")):
+        unknown = [Unknown(name=PREDICTION, low_bytes=-error, high_bytes=error, why="")]
+        assert verdict(estimate.peak, room, [], unknown)[1].startswith(begins)
 
 
 def test_a_measured_peak_leads_the_verdict(estimate: MemoryEstimate) -> None:

@@ -210,7 +210,7 @@ def test_factory_blocks_are_the_lists_of_one_class_with_the_parameters(tmp_path,
         "        super().__init__()\n"
         "        self.stem = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))\n"
         "        self.body = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))\n"
-        "        self.pairs = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))\n"
+        "        self.pairs = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))\n"
         "        self.heads = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))\n"
         "def factory():\n    return M()\n"
     )
