@@ -140,8 +140,14 @@ def add_parallel_traffic(
             _add_expert_parallel(ledger, config, blocks, model.experts, mesh, policy)
         notes.append(_expert_note(model, mesh, policy))
     if mesh.cp > 1:
-        _add_context_parallel(ledger, model.ring_width // mesh.tp, list(blocks.values()), mesh, policy)
-        notes.append(_context_note(model))
+        width = model.ring_share(mesh.tp, repeat_kv=policy.repeat_kv)
+        _add_context_parallel(ledger, width, list(blocks.values()), mesh, policy)
+        heads = (
+            "copied to every query head"
+            if policy.repeat_kv and config is not None
+            else "with their own heads"
+        )
+        notes.append(f"context parallelism as analysed: K and V move {heads}")
     if mesh.pp > 1:
         _add_pipeline(ledger, model, mesh, policy)
         notes.append(
@@ -161,17 +167,6 @@ def _expert_note(model: Model, mesh: MeshSpec, policy: PolicySpec) -> str:
         f"expert parallelism: each of {mesh.ep} ranks holds {held} of a block's experts whole; "
         f"tokens{chosen} spread evenly, none is dropped, and this rank's experts receive "
         f"{policy.imbalance:g} times the mean{shares}"
-    )
-
-
-def _context_note(model: Model) -> str:
-    config = model.config
-    note = "context parallelism as analysed: K and V move with their own heads"
-    if config is None or config.latent is not None or config.heads == config.kv_heads:
-        return note
-    return (
-        f"{note}; a model that repeats them before attention moves {config.heads // config.kv_heads} times "
-        "as much"
     )
 
 

@@ -346,6 +346,12 @@ class PolicySpec:
         Words(words=get_args(Norm), none=True),
         "RMSNorm of the built-in models: separate operators in fp32, or one kernel. Default: composed.",
     )
+    repeat_kv: bool = of_software(
+        False,
+        Flag(),
+        "Built-in models copy keys and values to every query head before attention, as torchtitan did until "
+        "January 2026; other software lets the kernel read them.",
+    )
     mlp: Mlp | None = of_software(
         None,
         Words(words=get_args(Mlp), none=True),

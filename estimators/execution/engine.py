@@ -62,8 +62,9 @@ from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.documents import documents_apart
 from fsdp2prof.estimators.models.experts import GroupedExperts
 from fsdp2prof.estimators.models.feed_forward import FeedForward
-from fsdp2prof.estimators.models.llama import RMSNorm
+from fsdp2prof.estimators.models.llama import Attention, RMSNorm
 from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.techniques.context_parallel import memory_of_a_ring
 from fsdp2prof.estimators.techniques.float8.layers import convert_linear_layers
 from fsdp2prof.estimators.techniques.float8.weight import Float8Shard, with_memory
 from fsdp2prof.estimators.techniques.quantized import PackedLinear
@@ -89,11 +90,13 @@ def attention_kernel(policy: PolicySpec) -> AbstractContextManager[object]:
 
 
 def choose_kernels(model: Model, policy: PolicySpec) -> None:
-    """Run RMSNorm and SwiGLU of the built-in models as the policy says.
+    """Run attention, RMSNorm and SwiGLU of the built-in models as the policy says.
 
     Raises ``ModelError`` for a model without any.
     """
     modules = list(model.module.modules())
+    for attention in (one for one in modules if isinstance(one, Attention)):
+        attention.repeats_kv = policy.repeat_kv
     norms = [one for one in modules if isinstance(one, RMSNorm)]
     feed_forward = [one for one in modules if isinstance(one, FeedForward)]
     experts = [one for one in modules if isinstance(one, GroupedExperts) and one.b1 is None]
@@ -220,6 +223,8 @@ class FakeRank:
             fake_tensors(follow_values=policy.follows_values, fused_rms_norm=one_kernel)
         )
         stack.enter_context(attention_kernel(policy))
+        if sizes.cp > 1 and not policy.compile:
+            stack.enter_context(memory_of_a_ring(sizes.cp))
         self.model = sharded_model(spec, sizes, policy, self.mesh, graphs=graphs)
         self.seconds = second_models(self.model, spec, sizes, policy, self.mesh)
         self.others = [second for second in self.seconds if not second.is_itself]

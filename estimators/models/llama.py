@@ -67,6 +67,9 @@ def repeat_heads(x_bsge: Tensor, times: int) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query attention. Head counts come from the projections, so they may be sharded."""
 
+    repeats_kv = False
+    """Copy keys and values to every query head, instead of letting the kernel read them."""
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -90,9 +93,14 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             xq, xk = self.q_norm(xq), self.k_norm(xk)
         xq, xk = self.rotate(xq, rotary), self.rotate(xk, rotary)
-        keys, values = repeat_heads(xk, self.repeats), repeat_heads(xv, self.repeats)
+        repeats = self.repeats if self.repeats_kv else 1
+        keys, values = repeat_heads(xk, repeats), repeat_heads(xv, repeats)
         out = F.scaled_dot_product_attention(
-            xq.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), is_causal=True
+            xq.transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=repeats != self.repeats,
         )
         if self.sinks is not None:  # takes its part of the softmax: here a gate a head
             out = out * torch.sigmoid(-as_local(self.sinks)).view(1, -1, 1, 1)

@@ -185,6 +185,14 @@ class Model:
             return self.config.dim
         return None if self.decoder is None else self.decoder.width
 
+    def ring_share(self, tp: int, *, repeat_kv: bool) -> int:
+        """Elements of a position's keys and values of one block, on the heads of one of ``tp`` ranks.
+
+        With ``repeat_kv`` a built-in model has copied them to every query head.
+        """
+        repeats = self.config.heads // self.config.kv_heads if repeat_kv and self.config is not None else 1
+        return self.ring_width * repeats // tp
+
     def hidden_length(self, ranks: int, tokens: int, sequence_parallel: bool | None) -> int:
         """Of a sequence's ``tokens``, those whose hidden state a tensor-parallel rank of ``ranks`` has."""
         plan = self.tensor_parallel

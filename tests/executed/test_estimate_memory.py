@@ -321,6 +321,22 @@ def test_context_parallelism_runs_a_part_of_the_sequence() -> None:
     assert any("runs its 128 of 256 tokens" in line for line in halved.estimate.assumptions)
 
 
+def test_a_ring_holds_the_keys_of_all_ranks_and_what_it_merges() -> None:
+    """By hand, of ``_templated_ring_attention``: bf16 keys and values of both ranks, four float32 tensors in
+    a merge; in backward one of the queries and three of keys and values, and the kernel's last results."""
+    queries = 192 * 768
+    gathered = 2 * 2 * queries * 2
+    merging = gathered + 4 * 4 * queries
+    backward = gathered + 4 * (queries + 3 * 2 * queries) + 2 * 3 * queries
+    mesh = MeshSpec(dp_shard=2, cp=2)
+    for checkpointing, forwards in (("none", 1), ("full", 2)):
+        policy = replace(POLICY, ac=checkpointing)
+        ring = predict_memory(SPEC, mesh, replace(policy, seq_len=2 * 192)).recording.allocations.size
+        alone = predict_memory(SPEC, MESH, replace(policy, seq_len=192)).recording.allocations.size
+        for size, times in ((merging, forwards), (backward, 1)):
+            assert (ring == size).sum() - (alone == size).sum() == 2 * 2 * times, "two steps of two blocks"
+
+
 def test_tensor_parallelism_is_executed() -> None:
     spec = ModelSpec(source="llama2-7b", layers=1)
     whole = estimate_memory(spec, MESH, POLICY)
