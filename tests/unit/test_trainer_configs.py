@@ -798,6 +798,9 @@ def test_older_files_of_torchtitan_name_their_time(tmp_path: Path) -> None:
     assert not run.read.not_known
     between = older.replace("data_parallel_shard_degree = -1", "").replace("batch_size", "local_batch_size")
     run = read(tmp_path, ("old.toml", between + "[float8]\n"), world_size=64)
+    assert (run.values["stack"], run.stack_before) == ("torchtitan-2025-06", None)
+    later = between.replace("compile = true", "") + "[float8]\n[compile]\nenable = true\n"
+    run = read(tmp_path, ("old.toml", later), world_size=64)
     assert run.values["stack"] == "torchtitan-2025-08"
     assert made(run)["loss"] == "compiled"
 

@@ -16,6 +16,8 @@ _UNTIL = (
     ("training.data_parallel_degree", "2024-09", "db6b39acd", "torchtitan-2024-07"),
     ("training.data_parallel_shard_degree", "2025-03", "785c34c99", "torchtitan-2025-01"),
     ("training.batch_size", "2025-06", "8570415c3", "torchtitan-2025-06"),
+    ("checkpoint.last_save_model_weights_only", "2025-07", "beb29a1c7", "torchtitan-2025-06"),
+    ("training.compile", "2025-08", "08b8b244f", "torchtitan-2025-06"),
     ("float8", "2025-09", "8a2686c4a", "torchtitan-2025-08"),
 )
 """Keys and sections that files had until a month and a commit, oldest first; the software of that time."""
@@ -51,6 +53,7 @@ def _date(run: Reading) -> None:
     until = next((row for row in _UNTIL if run.has(row[0])), None)
     if until is not None:
         run.take_stack(until[3])
+        run.is_recent |= run.has("training.local_batch_size")  # newer than what that stack may be instead
     stated = month_of(run.stack) if run.stack_is_stated else None
     if stated is None:
         return
