@@ -1029,7 +1029,7 @@ batch_size = 512
     run = read(tmp_path, ("rl.toml", older))
     policy = run.values["policy"]
     assert (run.values["mesh"], policy["ac"], policy.get("compile")) == ({"dp_shard": 4}, "none", None)
-    assert policy["extra_model"] == "self"
+    assert (policy["extra_model"], policy["loss"]) == ("self", "logprobs")  # of before its head in pieces
     assert not run.read.not_known
     run = read(tmp_path, ("rl.toml", older + "[trainer.model.ac]\nfreq = 2\n"))
     assert run.values["policy"]["ac"] == "every:2"
@@ -1042,6 +1042,11 @@ batch_size = 512
                 '[model]\nname = "Qwen/Qwen3-4B"\n[data]\n'.join(("rollouts_per_example = 8\n", "")),
             ),
         )
+    trains = '[model]\nname = "Qwen/Qwen3-4B"\n[model.ac]\n[optim]\nlr = 1e-6\n'
+    generates = "rollouts_per_example = 8\nmicro_batch_size = 2\nseq_len = 4096\n[sampling]\nmax_tokens = 9\n"
+    run = read(tmp_path, ("train.toml", trains), ("orch.toml", generates), world_size=4)
+    assert (run.values["policy"]["seq_len"], run.values["policy"]["batch_size"]) == (4096, 2)
+    assert not run.read.not_known
     with pytest.raises(InputError, match="not the configuration of a known trainer"):
         read(tmp_path, ("lora.yaml", "model: {name: m}\ndata: {seq_length: 4096}"))
 

@@ -204,6 +204,8 @@ def _kind_of(values: Mapping[str, Any]) -> str | None:
         and not keys & {"train", "step_scheduler"}
     ):
         return "prime-rl"
+    if "rollouts_per_example" in keys and keys & {"environment", "sampling", "seq_len"}:
+        return "prime-rl"  # the orchestrator's file, which has the length of the trainer's sequences
     if "base_model" in keys:
         return "axolotl"
     if isinstance(values.get("model"), str) and keys & {

@@ -10,11 +10,13 @@ _GPUS_PER_NODE = 8
 """As ``rl.py`` counts a node's."""
 _HEAD_PIECES = ("trainer.model.fused_lm_head_chunk_size", "model.fused_lm_head_chunk_size")
 """Entries of the vocabulary at a time, until 93cd1fa37 (March 2026) cut the sequence instead."""
+_RECOMPUTES = ("trainer.recompute_logprobs", "recompute_logprobs")
+"""Keys until b15fa63e1 (October 2025), when RL made all logits (rl/train.py 261 of 2d49e45c4); its head works
+in pieces since 5ad6f62fc (January 2026)."""
 _OLDER = (
     "trainer_gpu_ids",
     "inference_gpu_ids",
-    "recompute_logprobs",
-    "trainer.recompute_logprobs",
+    *_RECOMPUTES,
     *_HEAD_PIECES,
 )
 """Keys until early 2026, when nothing was compiled, checkpointed or offloaded unless a file said so."""
@@ -33,9 +35,13 @@ def read_prime_rl(run: Reading) -> None:
     def key(name: str) -> Value:
         return run.get(f"trainer.{name}", name)
 
-    if run.has(*_OF_AN_ORCHESTRATOR) and not run.has("trainer", "orchestrator"):
-        generates = next(one for one in run.values if one.partition(".")[0] in _OF_AN_ORCHESTRATOR)
-        run.refuse(run.get(generates), "this is the orchestrator's file; the trainer has a separate one")
+    generates = [one for one in run.values if one.partition(".")[0] in _OF_AN_ORCHESTRATOR]
+    alone = {run.places[one] for one in run.values} == {run.places[one] for one in generates}
+    if alone and not run.has("trainer", "orchestrator"):
+        run.refuse(
+            run.get(generates[0]),
+            "this is the orchestrator's file; the trainer has a separate one: give both",
+        )
     _world(run)
     ep = key("model.ep")
     if ep.word() == "auto" or ep.is_absent:
@@ -60,7 +66,8 @@ def read_prime_rl(run: Reading) -> None:
         kernels = "flash3 on Hopper, cudnn (for FlashAttention-4) on B200, flash elsewhere"
         run.ask("attention", f"model.attn is auto, which depends on the GPU: {kernels}", " KERNEL")
     _loss(run, is_sft)
-    if is_on(again := key("recompute_logprobs")):
+    again = run.get(*_RECOMPUTES)
+    if is_on(again):
         run.set("extra_model", "self", again)
     rank = key("model.lora.rank")
     if rank.value is not None:
@@ -97,9 +104,10 @@ def _batch(run: Reading, is_sft: bool) -> None:
     if not is_sft:
         length = run.get("trainer.model.seq_len", "model.seq_len", "trainer.seq_len", "seq_len")
         run.set("seq_len", length.number(1), length)
-        run.set(
-            "batch_size", 1, Value("packing", "one packed sequence a micro-batch", "prime-rl", given=False)
-        )
+        packed = run.get("orchestrator.micro_batch_size", "micro_batch_size")
+        if not packed.given:
+            packed = Value("packing", "one packed sequence a micro-batch", "prime-rl", given=False)
+        run.set("batch_size", packed.number(1) if packed.given else 1, packed)
         fake = run.get("trainer.data.fake.batch_size", "data.fake.batch_size")
         if fake.given:
             run.accumulate(fake, 1, run.data_ranks)
@@ -163,6 +171,9 @@ def _loss(run: Reading, is_sft: bool) -> None:
     else:
         key = "model.fused_lm_head_token_chunk_size"
         pieces, way = run.get(f"trainer.{key}", key), "chunked-blocks"
+    if run.has(*_RECOMPUTES) and way == "chunked-blocks" and not is_sft:
+        run.set("loss", "logprobs", run.get(*_RECOMPUTES))
+        return
     if is_sft and (way == "chunked-vocab" or _is_older(run) or run.stack == _SFT_OF_JANUARY):
         if pieces.given:
             run.notes.append(f"{pieces.key} does nothing in SFT before July 2026: it makes all logits")
