@@ -471,9 +471,13 @@ def _verdict(estimate: StepEstimate) -> list[str]:
     low, high = format_ns(estimate.range.low_ns), format_ns(estimate.range.high_ns)
     between = "" if low == high else f" ({low} to {high})"
     mfu = "" if estimate.mfu is None else f", MFU {format_frac(estimate.mfu)}"
+    rate = estimate.tokens_per_s_per_gpu * estimate.step_ns
+    rates = (
+        f" ({rate / estimate.range.high_ns:,.0f} to {rate / estimate.range.low_ns:,.0f})" if between else ""
+    )
     lines = [
         f"A step takes {format_ns(estimate.step_ns)}{between}: "
-        f"{estimate.tokens_per_s_per_gpu:,.0f} tokens/s on each GPU{mfu}."
+        f"{estimate.tokens_per_s_per_gpu:,.0f} tokens/s{rates} on each GPU{mfu}."
     ]
     parts = estimate.breakdown_ns
     bounds = f"{_BOUNDS[estimate.bound_by]} bound{'' if estimate.bound_by == 'compute' else 's'} it"

@@ -132,7 +132,7 @@ def verdict(
     none = all(one.enough is False for one in options)
     alone = "; no listed change is enough alone" if none else ""
     least = f"The largest saving: {best.how}, up to {format_bytes(best.saves_bytes)}{alone}."
-    return [*lines, fit_sentence(room), least]
+    return [*lines, fit_sentence(room, unknown), least]
 
 
 def _reserved(peak: PredictedPeak, unknown: Sequence[Unknown]) -> str:
@@ -162,23 +162,29 @@ def _active(peak: PredictedPeak, unknown: Sequence[Unknown]) -> str:
 def fit_sentence(room: Room, unknown: Sequence[Unknown] = ()) -> str:
     """Say whether a peak fits, does not, or depends, and by how much.
 
-    It probably fits where predictions of measured runs erred by more than what is left.
+    It is probable where predictions of measured runs erred by more than what is left or missing.
     """
+    errors = [(one.low_bytes, one.high_bytes) for one in unknown if one.name == PREDICTION]
+    too_high, too_low = -sum(low for low, _ in errors), sum(high for _, high in errors)
     device = f"{room.device} ({format_bytes(room.total_bytes)})"
     least, most = format_bytes(abs(room.least_bytes)), format_bytes(abs(room.most_bytes))
     if room.fit == "fits":
         counted = _listed(room.depends_on)
         left = f"fits on {device}: at least {least} is left, with {counted} at their highest"
-        error = sum(one.high_bytes for one in unknown if one.name == PREDICTION)
-        if room.least_bytes >= error:
+        if room.least_bytes >= too_low:
             return f"It {left}."
-        return f"It probably {left}; predictions of measured runs were up to {format_bytes(error)} too low."
+        return f"It probably {left}; predictions of measured runs were up to {format_bytes(too_low)} too low."
     if room.fit == "depends":
         return (
             f"Whether it fits on {device} depends on {_listed(room.depends_on)}: "
             f"from {least} short to {most} left."
         )
-    return f"It does not fit on {device}: {most} to {least} is missing."
+    missing = f"does not fit on {device}: {most} to {least} is missing"
+    if -room.most_bytes >= too_high:
+        return f"It {missing}."
+    return (
+        f"It probably {missing}; predictions of measured runs were up to {format_bytes(too_high)} too high."
+    )
 
 
 def _filling(peak: PredictedPeak) -> str:

@@ -231,12 +231,16 @@ def test_whether_it_fits_depends_between_the_ends_of_the_range(
     assert words in verdict(estimate.peak, room, estimate.remedies)[1]
 
 
-def test_it_probably_fits_where_predictions_erred_by_more_than_is_left(estimate: MemoryEstimate) -> None:
-    """After 1,300 MiB of context and communicator, 100 MiB are left."""
-    device = HardwareSpec.parse(f"{(estimate.peak.reserved_bytes >> 20) + 1400}MiB")
+@pytest.mark.parametrize(("spare_mib", "fit"), [(1400, "fits on"), (300, "does not fit on")])
+def test_a_fit_within_the_error_of_predictions_is_probable(
+    spare_mib: int, fit: str, estimate: MemoryEstimate
+) -> None:
+    """Context and a communicator take 450 to 1,300 MiB: 100 MiB are left, or 150 MiB missing."""
+    device = HardwareSpec.parse(f"{(estimate.peak.reserved_bytes >> 20) + spare_mib}MiB")
     room = room_on(device, estimate.peak, estimate.outside_allocator_bytes)
     assert room is not None
-    for error, begins in ((room.least_bytes, "It fits on"), (room.least_bytes + 1, "It probably fits on")):
+    apart = room.least_bytes if fit == "fits on" else -room.most_bytes
+    for error, begins in ((apart, f"It {fit}"), (apart + 1, f"It probably {fit}")):
         unknown = [Unknown(name=PREDICTION, low_bytes=-error, high_bytes=error, why="")]
         assert verdict(estimate.peak, room, [], unknown)[1].startswith(begins)
 

@@ -221,7 +221,8 @@ def _shard(run: Reading) -> Value:
 
 def _batch(run: Reading) -> None:
     run.accumulate(run.get("step_scheduler.global_batch_size"), run.policy["batch_size"], run.data_ranks)
-    packed = run.get("packed_sequence.packed_sequence_size")
+    packed = run.get("packed_sequence.packed_sequence_size", "packed_sequence.pack_size")
+    run.get("packed_sequence.max_length")  # of a sample before it is packed
     length = run.get("dataset.seq_length", "dataset.seq_len", "dataset.max_seq_length")
     if packed.value:
         run.set("seq_len", packed.number(1), packed)

@@ -202,6 +202,9 @@ def read_accelerate_fsdp(run: Reading, *sections: str) -> None:
     if is_on(checkpointing):
         unit = run.get("activation_checkpointing_unit")
         run.set("ac", "children" if unit.word() == "child" else "full", checkpointing, unit)
+    on_host = key("activation_checkpointing_offload")
+    if is_on(on_host):
+        run.set("offload_activations", True, on_host)
     for name in ("cpu_ram_efficient_loading", "state_dict_type", "sync_module_states", "use_orig_params"):
         key(name)
     for name in ("backward_prefetch", "forward_prefetch", "sharding_strategy"):

@@ -18,6 +18,8 @@ from fsdp2prof.reporters.document import Document
 from fsdp2prof.units import format_numbers
 
 _OF_RANK = re.compile(r"rank (\d+): (.*)", re.DOTALL)
+_NAMED_KEYS = 6
+"""Unread keys of a trainer's file that a warning names."""
 _Builder = TypeVar("_Builder", bound=Callable[[Any], Document])
 
 BUILDERS: dict[type, Callable[[Any], Document]] = {}
@@ -44,12 +46,23 @@ def build(result: Any) -> Document:
     if kind not in BUILDERS and find_spec(name):
         import_module(name)
     document = BUILDERS[kind](result)
+    unread = getattr(getattr(result, "config", None), "not_known", ())
+    own = [*_unread(unread), *getattr(result, "warnings", ())]
     return replace(
         document,
         result=result,
         verdict=document.verdict or getattr(result, "verdict", ()),
-        warnings=_of_several_ranks(document.warnings or getattr(result, "warnings", ())),
+        warnings=_of_several_ranks(document.warnings or own),
     )
+
+
+def _unread(keys: Sequence[str]) -> list[str]:
+    """Report keys of a trainer's file that were not read, as many as fit a line."""
+    if not keys:
+        return []
+    shown, rest = keys[:_NAMED_KEYS], len(keys) - _NAMED_KEYS
+    more = [f"{rest} more"] if rest > 0 else []
+    return [f"keys that this reader does not know, taken to change nothing: {', '.join([*shown, *more])}"]
 
 
 def _of_several_ranks(warnings: Sequence[str]) -> tuple[str, ...]:

@@ -81,8 +81,9 @@ def _subtitle(estimate: MemoryEstimate | CommEstimate | CheckpointEstimate, devi
     """Describe the configuration of the estimate, in one line."""
     model, mesh, policy = estimate.model, estimate.mesh, estimate.policy
     sizes = ", ".join(f"{name}={size}" for name, size in _dimensions(mesh).items() if size > 1)
+    in_stage = f" in stage {policy.pp_stage} of {mesh.pp}" if (mesh.pp or 1) > 1 else ""
     parts = [
-        f"{format_count(model.parameters)} parameters",
+        f"{format_count(model.parameters)} parameters{in_stage}",
         plural(mesh.world_size, "rank") + (f" ({sizes})" if sizes else ""),
     ]
     if policy.get("batch_size") is not None and policy.get("seq_len") is not None:
