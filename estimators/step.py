@@ -256,7 +256,7 @@ def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
     captured = captured_policy(mesh, policy)
     local = replace(captured, seq_len=policy.seq_len // mesh.cp)
     program = _captured(model, mesh, local, built)
-    program = changed_program(program, built, mesh, policy)
+    program = replace(changed_program(program, built, mesh, policy), references=built.references)
     return for_all_micro_batches(program, policy, captured)
 
 

@@ -186,10 +186,11 @@ def _build(
     made = _class_of(transformers, path, values, config)
     is_both = getattr(text, "is_encoder_decoder", False)  # a class of the decoder alone sets it to False
     is_both &= not (values.get("architectures") and made.__name__.endswith("ForCausalLM"))
+    references: list[str] = []
     if "linear_attention" in (getattr(text, "layer_types", None) or ()):
-        notes.append(
-            "linear attention runs as transformers' reference in plain torch, which holds more than the "
-            "kernels of flash-linear-attention: an upper bound"
+        references.append(
+            "linear attention runs as transformers' reference in plain torch, which holds more and takes "
+            "longer than the kernels of flash-linear-attention: an upper bound"
         )
     try:
         with meta_construction(orig_dtype):
@@ -203,9 +204,9 @@ def _build(
             "describe: write a factory that returns (module, loss, batch)"
         )
     if any("mamba" in type(part).__name__.lower() for part in module.modules()):
-        notes.append(
-            "state-space scans run as transformers' reference in plain torch, which holds more than the "
-            "kernels of mamba-ssm and takes long to execute for long sequences: an upper bound"
+        references.append(
+            "state-space scans run as transformers' reference in plain torch, which holds more and takes "
+            "longer than the kernels of mamba-ssm, also to estimate long sequences: an upper bound"
         )
     module.train()
     blocks, towers = _decoder_and_towers(module, text)
@@ -236,6 +237,7 @@ def _build(
         ring_width=0 if isinstance(ring, str) else ring,
         no_ring=ring if isinstance(ring, str) else "",
         notes=tuple(notes),
+        references=tuple(references),
     )
 
 

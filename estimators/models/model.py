@@ -160,6 +160,8 @@ class Model:
     """The input that its idle modules need."""
     notes: tuple[str, ...] = ()
     """Assumptions of an estimate of the model, one sentence each."""
+    references: tuple[str, ...] = ()
+    """Parts in plain torch that other libraries' kernels usually replace, one sentence each."""
     stages: tuple[StagePart, ...] = ()
     """Its stages in order, where it is several of a pipeline."""
     roots: tuple[Any, ...] = ()
@@ -168,10 +170,11 @@ class Model:
     @property
     def all_notes(self) -> tuple[str, ...]:
         """Assumptions of an estimate of the model, including its idle modules."""
+        notes = (*self.notes, *self.references)
         if not self.idle:
-            return self.notes
+            return notes
         idle = f"{', '.join(self.idle)}, which are held sharded without gradients"
-        return (*self.notes, f"{self.inputs}: no {self.absent} passes through {idle}")
+        return (*notes, f"{self.inputs}: no {self.absent} passes through {idle}")
 
     def divides_logits(self, ranks: int, loss_parallel: bool | None) -> bool:
         """Whether each of ``ranks`` tensor-parallel ranks has a part of the vocabulary's logits."""

@@ -122,6 +122,8 @@ class Program:
     """Operations of the matrix products and attention of one forward and backward, without recomputation."""
     left_out: int = 0
     """Micro-batches that were not captured: each is like the second of the three that were."""
+    references: tuple[str, ...] = ()
+    """Parts of the model in plain torch that other libraries' kernels usually replace, one sentence each."""
     guessed_fusion: str | None = None
     """The reason compiled blocks were captured uncompiled, with the compiler's fusion guessed."""
 

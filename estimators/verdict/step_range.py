@@ -66,13 +66,19 @@ def _dense_class(mesh: MeshSpec, policy: PolicySpec, hardware: HardwareSpec) -> 
     return "speed_of_divided_models" if _is_divided(mesh) else "speed_of_sharded_models"
 
 
-def margin_of(mesh: MeshSpec, policy: PolicySpec, hardware: HardwareSpec, *, experts: bool) -> RangeEnd:
-    """Return the margin of a run: of every class that it belongs to the larger one, on either side."""
+def margin_of(
+    mesh: MeshSpec, policy: PolicySpec, hardware: HardwareSpec, *, experts: bool, reference: bool = False
+) -> RangeEnd:
+    """Return the margin of a run: of every class that it belongs to the larger one, on either side.
+
+    A ``reference`` in plain torch may be slower than what runs by as much as torch's kernels than fused ones.
+    """
     names = [_dense_class(mesh, policy, hardware), speed_class(mesh, policy, hardware, experts=experts)]
     if names[0] == "speed_on_untried_parts" and _is_divided(mesh):
         names.append("speed_of_divided_models")
     ends = [range_end(name) for name in names]
-    slow, fast = max(ends, key=lambda end: end.value), max(ends, key=_faster)
+    slow = max(ends, key=lambda end: end.value)
+    fast = max([*ends, *([range_end("speed_of_fused_kernels")] if reference else [])], key=_faster)
     source = slow.source if slow is fast else f"{fast.source}; slower steps: {slow.source}"
     return RangeEnd(value=slow.value, fast=_faster(fast), source=source)
 
@@ -119,7 +125,8 @@ def range_of(
     kind, harsh = _ends(costs.cluster, hardware if kernel is None else part.with_attention(kernel))
     low = min(_step_ns(program, costs, kind), step_ns)
     high = max(_step_ns(program, costs, harsh), step_ns)
-    margin = margin_of(costs.mesh, policy, hardware, experts=has_experts(program))
+    reference = bool(program.references)
+    margin = margin_of(costs.mesh, policy, hardware, experts=has_experts(program), reference=reference)
     return StepRange(
         low_ns=max(1, round(step_ns * (low / max(1, step_ns)) ** _faster(margin))) + bubble_ns,
         high_ns=round(step_ns + margin.value * (high - step_ns)) + bubble_ns,
@@ -264,6 +271,7 @@ def assumptions_of(
         *([] if isinstance(costs, PlacedCosts) else _not_modelled(mesh, policy, program, kind)),
         *_of_compiler(policy, program.guessed_fusion),
         *notes_of("step", mesh, policy),
+        *program.references,
     ]
 
 

@@ -341,6 +341,8 @@ def test_attention_is_varied_and_margins_are_those_of_the_part_where_nothing_els
     assert [(margin.value, margin.fast) for margin in sparse] == [(3.9, 2.2), (3.9, 0.52)]
     fused = margin_of(mesh, replace(known, fused_kernels=True), benched, experts=False)
     assert (fused.value, fused.fast) == (3.9, 6.3)
+    reference = margin_of(mesh, known, benched, experts=False, reference=True)
+    assert (reference.value, reference.fast) == (0.55, 6.3)
 
 
 def test_the_range_has_collectives_as_slow_as_they_were_seen(program: Program) -> None:
