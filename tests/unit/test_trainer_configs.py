@@ -730,7 +730,7 @@ def test_sizes_of_accelerates_mesh_are_read(tmp_path: Path) -> None:
     got = made(read(tmp_path, ("sft.yaml", TRL), ("fsdp.yaml", ACCELERATE + mesh)))
     assert (got["dp_shard"], got["cp"]) == (4, 2)
     run = read(tmp_path, ("sft.yaml", TRL), ("fsdp.yaml", ACCELERATE + mesh.replace("4", "2")))
-    assert "the mesh has 4 ranks, and --world-size is 8" in run.read.notes
+    assert "the mesh has 4 ranks, and 8 are given" in run.read.notes
 
 
 def test_lora_of_veomni_is_read(tmp_path: Path) -> None:

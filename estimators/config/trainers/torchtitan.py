@@ -72,7 +72,10 @@ def _model(run: Reading) -> None:
     name, flavor = run.get("model.name"), run.get("model.flavor")
     if name.value is None or flavor.value is None:
         if flavor.value is not None:
-            run.no_model = f"{flavor.source}: the family of {flavor.value} is not built in: add --model"
+            run.no_model = (
+                f"{flavor.source}: the family of {flavor.value}, which the name of a registry's folder or "
+                "function says, is not built in: add --model"
+            )
         return
     size, _, kernel = flavor.word().partition("_flex_" if "_flex_" in flavor.word() else "_varlen_")
     size = _FLAVORS.get(size, size).replace("_", "-")
