@@ -34,6 +34,8 @@ _OF_A_SAVE = (
     "sync",
     "uneven_ranks",
 )
+_TWICE = 1.5
+"""All-gathers of each matrix in a step above which it is gathered twice."""
 _SAME_SIZE, _FULL = 0.9, 1 << 10
 """Part of some all-reduces' bytes whose sizes are those of gradients, of this many bytes at least."""
 _USUAL_COUNT, _USUAL_BYTES = 2, 64 << 10
@@ -190,6 +192,25 @@ def _of_gradients(book: Book, mine: list[Charge]) -> bool:
     return part >= _SAME_SIZE and len({one.each_bytes for one in same}) > 1
 
 
+def _of_norms(book: Book, mine: list[Charge]) -> bool:
+    """Whether all-gathers carry whole parameters as an optimizer gathers them that takes their norms.
+
+    One that needs whole matrices (Muon) gathers each matrix once, and no vector; norms are of a weight and of
+    its gradient.
+    """
+    manifest = next((one for one in book.manifests if one.param_groups), None)
+    groups = [] if manifest is None else manifest.param_groups
+    trained = [one for group in groups for one in group.parameters if one.requires_grad]
+    sizes: dict[bool, list[int]] = {True: [], False: []}
+    for one in trained:
+        whole = prod(one.global_shape) * (dtype_bytes(one.dtype) or 0)
+        sizes[len(one.global_shape) > 1].append(whole)
+    matrices, vectors = sizes[True], {*sizes[False]} - {*sizes[True]}
+    gathered = sum(one.count for one in mine if one.each_bytes in matrices) / book.rank_steps
+    of_vectors = sum(one.count for one in mine if one.each_bytes in vectors) / book.rank_steps
+    return bool(matrices) and (gathered > _TWICE * len(matrices) or of_vectors > _TWICE)
+
+
 def _of_ignored(book: Book, mine: list[Charge], count: float) -> bool:
     """Whether all-reduces carry gradients of parameters that FSDP ignores, one by one."""
     manifest = next((one for one in book.manifests if one.param_groups), None)
@@ -237,6 +258,7 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     change = _change(kind, site)
     again = kind == "all_reduce" and _of_gradients(book, mine)
     by_optimizer = order[0] == "optimizer"
+    norms = by_optimizer and kind == "all_gather" and _of_norms(book, mine)
     by_model = all(phases[phase] >= _PART_OF_MODEL * cost for phase in _MODELS)
     numbers = kind == "all_reduce" and size <= _A_NUMBER and count >= _MANY
     gain, saved = cost * (count - 1) / count if numbers and by_optimizer else ALL, "all of them"
@@ -262,6 +284,11 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
         change = fill(wordings("ledger")["outside_fsdp/broadcasts"]["change"], {"site": site})
     elif numbers:
         change = f"{wordings('ledger')['outside_fsdp/numbers']['change']} Or {change[0].lower()}{change[1:]}"
+    elif norms:
+        more += (
+            " The optimizer gathers vectors too, or each matrix twice, as for norms of weights and gradients."
+        )
+        change = fill(wordings("ledger")["outside_fsdp/whole"]["change"], {"site": site})
     elif by_optimizer:
         more += " The optimizer issues them, because it needs more than its shard of each parameter."
     few = not book.on_device and kind != "barrier" and count < _own_count(book)
@@ -271,7 +298,7 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
         "outside_fsdp",
         {"per_step": count, "phases": where, "site": site},
         gain_ns=gain,
-        remedy=(numbers or not by_optimizer) and not usual,
+        remedy=(numbers or norms or not by_optimizer) and not usual,
         calm=book.is_seen_once(mine),
         known=site,
         kind=kind,
