@@ -193,22 +193,20 @@ def _of_gradients(book: Book, mine: list[Charge]) -> bool:
 
 
 def _of_norms(book: Book, mine: list[Charge]) -> bool:
-    """Whether all-gathers carry whole parameters as an optimizer gathers them that takes their norms.
+    """Whether all-gathers carry each matrix twice, as for the norms of a weight and of its gradient.
 
-    One that needs whole matrices (Muon) gathers each matrix once, and no vector; norms are of a weight and of
-    its gradient.
+    An optimizer that needs whole matrices (Muon) gathers each once.
     """
     manifest = next((one for one in book.manifests if one.param_groups), None)
     groups = [] if manifest is None else manifest.param_groups
-    trained = [one for group in groups for one in group.parameters if one.requires_grad]
-    sizes: dict[bool, list[int]] = {True: [], False: []}
-    for one in trained:
-        whole = prod(one.global_shape) * (dtype_bytes(one.dtype) or 0)
-        sizes[len(one.global_shape) > 1].append(whole)
-    matrices, vectors = sizes[True], {*sizes[False]} - {*sizes[True]}
+    matrices = [
+        prod(one.global_shape) * (dtype_bytes(one.dtype) or 0)
+        for group in groups
+        for one in group.parameters
+        if one.requires_grad and len(one.global_shape) > 1
+    ]
     gathered = sum(one.count for one in mine if one.each_bytes in matrices) / book.rank_steps
-    of_vectors = sum(one.count for one in mine if one.each_bytes in vectors) / book.rank_steps
-    return bool(matrices) and (gathered > _TWICE * len(matrices) or of_vectors > _TWICE)
+    return bool(matrices) and gathered > _TWICE * len(matrices)
 
 
 def _of_ignored(book: Book, mine: list[Charge], count: float) -> bool:
@@ -285,9 +283,7 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     elif numbers:
         change = f"{wordings('ledger')['outside_fsdp/numbers']['change']} Or {change[0].lower()}{change[1:]}"
     elif norms:
-        more += (
-            " The optimizer gathers vectors too, or each matrix twice, as for norms of weights and gradients."
-        )
+        more += " The optimizer gathers each matrix twice, as for the norms of a weight and its gradient."
         change = fill(wordings("ledger")["outside_fsdp/whole"]["change"], {"site": site})
     elif by_optimizer:
         more += " The optimizer issues them, because it needs more than its shard of each parameter."

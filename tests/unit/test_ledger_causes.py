@@ -945,6 +945,38 @@ def test_collectives_of_one_step_of_several_may_be_those_of_every_few_hundred(st
     assert entry.told is (steps == len(numbers))
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_optimizer_that_gathers_each_matrix_twice_takes_norms(times: int) -> None:
+    """Muon gathers each matrix once."""
+    manifest = sharded()
+    matrices = [
+        one
+        for group in manifest.param_groups
+        for one in group.parameters
+        if one.requires_grad and len(one.global_shape) > 1
+    ]
+    assert matrices
+    steps = [one.step for one in trace_analysis().ranks[0].steps]
+    charges = [
+        {
+            "cause": "other_communication",
+            "ns": 4 * MS,
+            "op": "all_gather",
+            "phase": "optimizer",
+            "step": step,
+            "count": times,
+            "bytes": times * size,
+            "each_bytes": size,
+        }
+        for step in steps
+        for size in [prod(one.global_shape) * 4 for one in matrices]
+    ]
+    ledger = ledger_of(charges, [manifest])
+    (entry,) = [one for one in ledger.entries if one.id == "all_gather_outside_fsdp"]
+    assert (entry.remedy is not None) is (times == 2)
+    assert entry.remedy is None or "norms" in entry.remedy.change
+
+
 @pytest.mark.parametrize(
     ("phases", "of_model"), [(("forward", "backward"), True), (("other", "other"), False)]
 )
