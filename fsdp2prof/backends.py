@@ -297,6 +297,7 @@ KERNEL_KINDS = (
     "unaligned",
     "indexed",
     "scores",
+    "returned_weights",
     "memory",
     "sliced",
     "update",
@@ -308,15 +309,15 @@ KERNEL_KINDS = (
     "ignored",
     "unused_logits",
 )
-"""Operators in double precision; matrix products in single precision without tensor cores; fused attention in
-single precision; conversions between channels first and last; half-precision matrix products whose rows are
-not aligned to 16 bytes; gradients of a tensor that is indexed by a tensor; attention with its scores in
-memory; torch's own kernels that read and write whole tensors and compute almost nothing; gradients of parts
-of one tensor, each added as a whole one; matrix products of the optimizer; products with a matrix that
-one_hot made, with the making; Fourier transforms of a length with a large prime factor; products of expanded
-tensors that are stored and then summed; attention with one boolean mask for all samples and heads; gradients
-of frozen weights; logits of positions whose labels the loss ignores, with all others; logits of positions
-that no loss takes."""
+"""Operators in double precision; matrix products in single precision without tensor cores; fused attention
+in single precision; conversions between channels first and last; half-precision matrix products whose rows
+are not aligned to 16 bytes; gradients of a tensor that is indexed by a tensor; attention with its scores in
+memory; such attention that also returns them, averaged over heads; torch's own kernels that read and write
+whole tensors and compute almost nothing; gradients of parts of one tensor, each added as a whole one;
+matrix products of the optimizer; products with a matrix that one_hot made, with the making; Fourier
+transforms of a length with a large prime factor; products of expanded tensors that are stored and then
+summed; attention with one boolean mask for all samples and heads; gradients of frozen weights; logits of
+positions whose labels the loss ignores, with all others; logits of positions that no loss takes."""
 
 SINGLE_PRECISION = re.compile(r"sgemm|simt_\w*gemm|gemm_f32f32_f32f32_f32")
 """Names of matrix products in float32 that run beside the tensor cores (cuBLAS, CUTLASS)."""

@@ -69,6 +69,7 @@ _REASONS = {
     "contraction": "products that are stored and then summed",
     "unaligned": "matrix products with rows not aligned to 16 bytes",
     "scores": "attention that stores its scores",
+    "returned_weights": "attention that returns its weights",
     "memory": "memory-bound kernels",
     "sliced": "gradients of slices of one tensor",
     "update": "matrix products of the optimizer",

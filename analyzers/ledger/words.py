@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 from fsdp2prof.analyzers.layers import times
 from fsdp2prof.analyzers.ledger.book import SLOWED, UNTRACED, Book
-from fsdp2prof.analyzers.steps import are_unlike, differs_traced, typical_ns
+from fsdp2prof.analyzers.steps import are_unlike, differs_traced, kinds_of_steps, typical_ns
 from fsdp2prof.results.ledger import NOTHING, Ledger, LedgerEntry
 from fsdp2prof.results.step import UnrecordedStep
 from fsdp2prof.results.trace import TraceAnalysis
@@ -26,6 +27,8 @@ _UNEXPLAINED = ("queued", "unknown")
 """Causes that say that time is lost, and not to what."""
 _MUCH = 0.1
 """Fraction of a step from which such a loss, or the second cause, is named."""
+_TURNS = 4
+"""Traced steps, at least, that show two kinds taking turns."""
 _MUCH_MORE = 2
 """Times the time of the first change's cause from which a larger one without a change is named beside it."""
 _NAMED = 3
@@ -185,7 +188,7 @@ def collectives(book: Book) -> str:
 
 def not_judged(book: Book) -> list[str]:
     """Return the limits of this recording."""
-    found = []
+    found = in_turns(book)
     starved = book.frac(book.starved_ns)
     own = any(one.told and one.cause == "starved" for one in book.entries)
     if starved >= _BUSY and not own:
@@ -202,6 +205,26 @@ def not_judged(book: Book) -> list[str]:
     if not book.waits_known:
         found.append(f"Part of communication may be waiting for other ranks. {book.missing_traces}")
     return found
+
+
+def in_turns(book: Book) -> list[str]:
+    """Say so if two models are updated in turns, each update a step: means are over both kinds of steps."""
+    roots = max((len(one.roots) for one in book.manifests), default=0)
+    seen = kinds_of_steps(book.analysis.groups, book.analysis.ranks) if roots > 1 else None
+    if seen is None:
+        return []
+    kinds = seen.reduced if len(seen.reduced) > 1 else seen.gathered
+    kind_of = {step: at for at, steps in enumerate(kinds.values()) for step in steps}
+    order = [kind_of[step] for step in sorted(kind_of)]
+    if len(kinds) != 2 or len(order) < _TURNS or any(one == other for one, other in pairwise(order)):
+        return []
+    took = [step.duration_ns for one in book.analysis.ranks if one.rank == seen.rank for step in one.steps]
+    both = format_ns(2 * sum(took) / len(took))
+    needless = " Each computes gradients of both models: detach() the output of the one that is not updated."
+    return [
+        f"Two kinds of steps take turns, as where two optimizers do (a GAN): one of each takes {both}, and "
+        f"means are over both.{needless if len(seen.reduced) == 1 else ''}"
+    ]
 
 
 def trace_advice(analysis: TraceAnalysis) -> list[str]:

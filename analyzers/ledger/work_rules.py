@@ -326,6 +326,7 @@ def enter_kernels(book: Book) -> None:
     _of_kind(book, "unused_logits", "unused_logits", 1)
     _of_kind(book, "frozen_gradient", "frozen_gradients", _APPLIED)
     _masked_attention(book)
+    _of_kind(book, "returned_weights", "attention_weights", _HALF)
     if not book.on_device:
         return
     _without_tensor_cores(book)

@@ -49,6 +49,10 @@ _SUM_INPUTS = 3
 _TIMES_BACKWARD = "autograd::engine::evaluate_function: MulBackward0"
 _EXPANDED = 8
 """Times that a product is larger than either of its factors, from which on storing it is most of the work."""
+_MEAN, _WITH_HEADS = "aten::mean", 4
+"""Averages attention weights of this many dimensions over the heads."""
+_Scores = tuple[int, int, int]
+"""Scores of a batch's heads, of each query, of each key."""
 _LEAST = 64
 """Least number of queries and of keys for a softmax input to count as attention scores."""
 
@@ -63,8 +67,10 @@ def kinds_of_compute(tables: RankTables, work: WorkTable) -> IntArray:
     if len(tables.device):
         found[names.matches(moves_memory)] = KERNEL_KINDS.index("memory")
     found[_with_a_mask(tables, work)] = KERNEL_KINDS.index("masked")
+    scores, returned = _score_shapes(tables)
     if len(tables.device):
-        found[_with_scores(tables, work)] = KERNEL_KINDS.index("scores")
+        found[_with_scores(tables, work, scores - returned)] = KERNEL_KINDS.index("scores")
+    found[_with_scores(tables, work, returned)] = KERNEL_KINDS.index("returned_weights")
     found[_of_slices(tables, work)] = KERNEL_KINDS.index("sliced")
     if len(tables.device):
         for kind, pattern in KERNEL_PATTERNS.items():
@@ -421,17 +427,35 @@ def _first_shapes(dims: Strings) -> Iterator[tuple[tuple[int, ...], int]]:
         yield next(iter(_shapes(dims.values[code])), ()), count
 
 
-def _with_scores(tables: RankTables, work: WorkTable) -> BoolArray:
+def _score_shapes(tables: RankTables) -> tuple[set[_Scores], set[_Scores]]:
+    """Return the shapes of attention scores, and of those whose weights are averaged over their heads.
+
+    The softmax input is the scores, (..., queries, keys). ``nn.MultiheadAttention`` averages the weights,
+    (batch, heads, queries, keys), to return them.
+    """
+    shapes = tables.trace.shapes
+    names = tables.trace.events.name.take(shapes.event)
+
+    def inputs(matching: BoolArray) -> Iterator[list[int]]:
+        dims = set(shapes.dims.take(np.flatnonzero(matching)).to_list())
+        return (one for one in map(_scores, dims) if one is not None)
+
+    scores = set(map(_flat, inputs(names.matches(_AROUND.__contains__))))
+    if not scores:
+        return scores, scores
+    averaged = {_flat(one) for one in inputs(names.equals(_MEAN)) if len(one) == _WITH_HEADS}
+    return scores, scores & averaged
+
+
+def _with_scores(tables: RankTables, work: WorkTable, scores: set[_Scores]) -> BoolArray:
     """Whether each activity was launched between the two matrix products around an attention's softmax.
 
-    The softmax input is the scores, (..., queries, keys). One product computes them and the other uses them,
-    with the leading dimensions flattened; scaling, masking, casts and dropout run in between.
+    One product computes the ``scores`` and the other uses them, with the leading dimensions flattened;
+    scaling, masking, casts and dropout run in between.
     """
     events, shapes = tables.trace.events, tables.trace.shapes
     names = events.name.take(shapes.event)
-    softmax = np.flatnonzero(names.matches(_AROUND.__contains__))
     found = np.zeros(len(work), dtype=np.bool_)
-    scores = {_flat(one) for one in map(_scores, shapes.dims.take(softmax).to_list()) if one is not None}
     if not scores:
         return found
     near = shapes.dims.matches(partial(_touches, scores))
@@ -471,11 +495,11 @@ def _tensors(dims: str) -> list[list[int]]:
     return [one for one in inputs if isinstance(one, list) and one and all(isinstance(n, int) for n in one)]
 
 
-def _flat(shape: list[int]) -> tuple[int, int, int]:
+def _flat(shape: list[int]) -> _Scores:
     return prod(shape[:-2]), shape[-2], shape[-1]
 
 
-def _touches(scores: set[tuple[int, int, int]], dims: str) -> bool:
+def _touches(scores: set[_Scores], dims: str) -> bool:
     """Whether an input, or the product of the last two, has the shape of the scores or its transpose."""
     shapes = [_flat(one) for one in _tensors(dims) if len(one) > 2]
     known = scores | {(batch, keys, queries) for batch, queries, keys in scores}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -16,7 +17,9 @@ from synthetic import Layer, Schedule, record, transformer, write_run
 
 from fsdp2prof.analyzers.fail_on import METRICS
 from fsdp2prof.analyzers.ledger.account import with_ledger
+from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, parse_thresholds
+from fsdp2prof.analyzers.ledger.words import in_turns
 from fsdp2prof.analyzers.trace.analysis import References
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import OptimizerInfo, RankManifest, RootInfo
@@ -457,6 +460,33 @@ def without(analysis: TraceAnalysis, op: str, step: int, *layers: str) -> list[F
     """What is found where some layers lack an operation in one step."""
     kept = [r for r in analysis.groups if not (r.op == op and r.step == step and r.fqn in layers)]
     return [one for one in find(replace(analysis, groups=kept)) if one.id == "unlike_steps"]
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_two_models_updated_in_turns_are_said_so(detached: bool) -> None:
+    """Steps 3 to 6 update the one (a) or the other (b); without detach() all compute gradients of both."""
+    analysis = trace_analysis()
+    row = replace(analysis.groups[0], rank=0, count=1)
+    took = replace(analysis.ranks[0].steps[0], duration_ns=50 * MS)
+    rank = replace(analysis.ranks[0], steps=[replace(took, step=step) for step in range(3, 7)])
+    rows = [
+        replace(row, step=step, fqn=fqn, op=op, count=1 + (op == "all_gather" and step % 2))
+        for step in range(3, 7)
+        for op in ("all_gather", "reduce_scatter")
+        for fqn in ("root0:a", "root1:b")
+        if op == "all_gather" or not detached or (fqn == "root0:a") == (step % 2 == 0)
+    ]
+    for roots, steps in ((2, 4), (1, 4), (2, 3)):
+        some = replace(rank, steps=rank.steps[:steps])
+        known = {one.step for one in some.steps}
+        book = SimpleNamespace(
+            analysis=replace(analysis, ranks=[some], groups=[one for one in rows if one.step in known]),
+            manifests=[RankManifest(roots=[RootInfo(root=root) for root in range(roots)])],
+        )
+        said = in_turns(cast(Book, book))
+        assert [("100.0 ms" in one, "detach()" in one) for one in said] == (
+            [(True, not detached)] if (roots, steps) == (2, 4) else []
+        )
 
 
 def test_steps_of_several_kinds_are_told(tmp_path: Path) -> None:

@@ -133,11 +133,13 @@ def attention_of(timeline: Timeline, *, tokens: int, product: str = "aten::bmm")
     timeline.operator("aten::mm", [[BATCH * tokens, 1024], [1024, 1024]], PRODUCT, 30.0)
 
 
-def spent_on_scores(timeline: Timeline, tmp_path: Path) -> tuple[float, float]:
+def spent_on_scores(
+    timeline: Timeline, tmp_path: Path, name: str = "attention_scores"
+) -> tuple[float, float]:
     """Milliseconds of attention without a fused kernel in the ledger, and what its remedy gains."""
     found = analyze_trace(open_job(timeline.write(tmp_path / "trace.json")), workers=1)
     assert found.ledger is not None
-    entry = next((one for one in found.ledger.entries if one.id == "attention_scores"), None)
+    entry = next((one for one in found.ledger.entries if one.id == name), None)
     if entry is None or entry.remedy is None or entry.remedy.gain_ns is None:
         return 0.0, 0.0
     return entry.ns / 1e6, entry.remedy.gain_ns / 1e6
@@ -150,6 +152,18 @@ def test_attention_without_a_fused_kernel_is_what_lies_between_its_products(tmp_
     spent, gain = spent_on_scores(timeline, tmp_path)
     assert spent == pytest.approx(6 * 0.7, rel=1e-3)
     assert gain == pytest.approx(spent * 2 / 3, rel=0.05)
+
+
+def test_attention_that_averages_its_weights_returns_them(tmp_path: Path) -> None:
+    timeline = Timeline()
+    for _ in range(6):
+        attention_of(timeline, tokens=TOKENS)
+        pairs = [BATCH, HEADS, TOKENS, TOKENS]
+        timeline.operator("aten::mean", [pairs], "void reduce_kernel<512>()", 20.0)
+    spent, gain = spent_on_scores(timeline, tmp_path, "attention_weights")
+    assert spent == pytest.approx(6 * 0.7, rel=1e-3)
+    assert gain == pytest.approx(spent / 2, rel=0.05)
+    assert spent_on_scores(timeline, tmp_path) == (0.0, 0.0)
 
 
 def test_a_softmax_over_few_keys_is_no_attention(tmp_path: Path) -> None:

@@ -195,6 +195,7 @@ _SHAPED_NAMES = frozenset(
         "scatter_",
         "mul",
         "sum",
+        "mean",
         "scaled_dot_product_attention",
         "_flash_attention_forward",
         "_flash_attention_backward",
