@@ -11,7 +11,7 @@ from typing import Any
 from fsdp2prof.analyzers.layers import SITE, block_of, in_phase, named_layer, numbered, times
 from fsdp2prof.analyzers.ledger.book import ALL, Book, main_layer, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
-from fsdp2prof.analyzers.ledger.machine_rules import waits_for_processors
+from fsdp2prof.analyzers.ledger.machine_rules import waits_for_processors, without_free_cores
 from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
 from fsdp2prof.analyzers.steps import added_ns, are_unlike
 from fsdp2prof.backends import blocks_its_host
@@ -164,6 +164,7 @@ def _data_loader(book: Book) -> None:
         longest=means[slowest],
         others="the other" if len(others) == 1 else "the others",
         most=max(others, default=0),
+        cores=None if book.on_device else without_free_cores(book.manifests),
     )
 
 

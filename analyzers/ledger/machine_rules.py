@@ -12,7 +12,7 @@ from fsdp2prof.analyzers.layers import site_name, without_call
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.by_key import grouped
-from fsdp2prof.manifest import RankManifest
+from fsdp2prof.manifest import MachineInfo, RankManifest
 from fsdp2prof.units import format_frac, plural
 
 if TYPE_CHECKING:
@@ -103,14 +103,27 @@ def _others_frac(ranks: Sequence[RankManifest]) -> float | None:
     return min(1.0, max(0.0, median(taken) - own))
 
 
-def oversubscribed(manifests: Sequence[RankManifest]) -> tuple[str, str]:
-    """Return which ranks have more threads than processors and the remedy; otherwise empty texts."""
+def without_free_cores(manifests: Sequence[RankManifest]) -> int | None:
+    """Return the CPU cores of a host whose ranks have as many threads or more; None without one."""
+    for machines in _by_host(manifests):
+        cores = max(one.usable_cores for one in machines)
+        if sum(one.torch_threads for one in machines) >= cores:
+            return cores
+    return None
+
+
+def _by_host(manifests: Sequence[RankManifest]) -> list[list[MachineInfo]]:
     hosts = grouped(
         (one.host, one.machine)
         for one in manifests
         if one.machine is not None and one.machine.torch_threads and one.machine.usable_cores
     )
-    for machines in hosts.values():
+    return list(hosts.values())
+
+
+def oversubscribed(manifests: Sequence[RankManifest]) -> tuple[str, str]:
+    """Return which ranks have more threads than processors and the remedy; otherwise empty texts."""
+    for machines in _by_host(manifests):
         threads = sum(one.torch_threads for one in machines)
         cores = max(one.usable_cores for one in machines)
         said = f"{threads} threads of the ranks share {plural(cores, 'CPU core')}"

@@ -614,7 +614,7 @@ def test_a_loop_takes_its_backward_along() -> None:
     (first,) = told(ledger_of(found))
     assert (first.id, first.ns) == ("python_loop", 8 * MS)
     assert first.said.startswith(
-        "A Python loop at loss.py:5 in loss() runs small operators one by one, 8.00 ms"
+        "A Python loop runs small operators one by one at loss.py:5 in loss(), 8.00 ms"
     )
     assert "with its backward" in first.said
 
@@ -943,6 +943,19 @@ def test_collectives_of_one_step_of_several_may_be_those_of_every_few_hundred(st
     ledger = ledger_of([gathered | {"step": step} for step in numbers[:steps]], [sharded()])
     (entry,) = [one for one in ledger.entries if one.id == "all_gather_outside_fsdp"]
     assert entry.told is (steps == len(numbers))
+
+
+@pytest.mark.parametrize(
+    ("device", "threads", "said"), [("cpu", 1, True), ("cpu", 0, False), ("cuda", 1, False)]
+)
+def test_workers_of_a_loader_need_cores_that_no_rank_runs_on(device: str, threads: int, said: bool) -> None:
+    machine = MachineInfo(cores=2, usable_cores=2, torch_threads=threads)
+    manifests = [RankManifest(rank=rank, host="a", machine=machine) for rank in (0, 1)]
+    waited = {"cause": "data_loader", "ns": 9 * MS, "phase": "other"}
+    entries = ledger_of([waited], manifests, device=device).entries
+    (entry,) = [one for one in entries if one.cause == "data_loader"]
+    assert entry.remedy is not None
+    assert ("on all 2 here" in entry.remedy.change) is said
 
 
 @pytest.mark.parametrize("times", [1, 2])
