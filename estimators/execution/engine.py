@@ -44,6 +44,7 @@ from fsdp2prof.estimators.execution.fake_world import (
     tensor_parallel_mesh,
 )
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineRank
+from fsdp2prof.estimators.execution.ring_memory import memory_of_a_ring
 from fsdp2prof.estimators.execution.second_models import (
     MODEL_ROOT,
     SecondModel,
@@ -64,7 +65,6 @@ from fsdp2prof.estimators.models.experts import GroupedExperts
 from fsdp2prof.estimators.models.feed_forward import FeedForward
 from fsdp2prof.estimators.models.llama import Attention, RMSNorm
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.techniques.context_parallel import memory_of_a_ring
 from fsdp2prof.estimators.techniques.float8.layers import convert_linear_layers
 from fsdp2prof.estimators.techniques.float8.weight import Float8Shard, with_memory
 from fsdp2prof.estimators.techniques.quantized import PackedLinear
