@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -332,6 +333,47 @@ def _as_one_kernel(composed: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return rms_norm
 
 
+class _GroupedAttention(torch.autograd.Function):
+    """Fused attention of queries (B, H, S, E) with keys of fewer heads, on a host whose own takes none.
+
+    Keys and values are kept as they are. As FlashAttention-2's, backward makes gradients for every query head
+    and sums them (``mha_bwd``).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+        """Stand for the kernel."""
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, sums = kernel(query, key, value, 0.0, is_causal)
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.is_causal = is_causal
+        attended: Tensor = out
+        return attended
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Stand for the kernel and the sums."""
+        saved = ctx.saved_tensors  # once: a checkpoint lets go of what it recomputed
+        _, key, value, *_ = saved
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        of_query, *of_heads = kernel(gradients[0], *saved, 0.0, ctx.is_causal)
+        of_groups = [
+            made.unflatten(1, (like.shape[1], -1)).sum(2)
+            for made, like in zip(of_heads, (key, value), strict=True)
+        ]
+        return of_query, *of_groups, None
+
+
+def _host_takes_groups() -> bool:
+    query, key = (torch.empty(1, heads, 8, 16, device="cpu") for heads in (2, 1))
+    chosen = torch._fused_sdp_choice(query, key, key, is_causal=True, enable_gqa=True)
+    return bool(chosen == SDPBackend.FLASH_ATTENTION.value)
+
+
+_HOST_TAKES_GROUPS = _host_takes_groups()
+"""Whether the host's fused attention takes keys of fewer heads than queries."""
+
+
 def _as_fused_attention(host: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``F.scaled_dot_product_attention`` for fake tensors, by the kernel that a GPU chooses.
 
@@ -362,6 +404,9 @@ def _as_fused_attention(host: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 bias, keeps = _bias(attn_mask, query, key), torch.is_grad_enabled()
                 out: Tensor = kernel(query, key, value, bias, keeps, 0.0, is_causal, scale=scale)[0]
                 return out
+            if enable_gqa and not same_heads and flash and attn_mask is None and not _HOST_TAKES_GROUPS:
+                grouped: Tensor = _GroupedAttention.apply(query, key, value, is_causal)  # type: ignore[no-untyped-call]
+                return grouped
         return host(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     return attend

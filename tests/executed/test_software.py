@@ -13,6 +13,7 @@ from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.allocator.cuda_kernels import as_in_torch, as_on_cuda, with_recorded_streams
 from fsdp2prof.estimators.communication import estimate_comm
+from fsdp2prof.estimators.config.choices import CheckpointingMode
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
 from fsdp2prof.estimators.config.inputs import make_spec
@@ -170,6 +171,25 @@ def test_a_fused_swiglu_keeps_its_two_factors_alone() -> None:
     assert kept_by_forward(composed, experts) - kept_by_forward(fused, experts) == 2 * TOKENS * 8192 * 2
     with pytest.raises(ModelError, match="mlp: gpt2 has no SwiGLU of the built-in models"):
         estimate_memory(GPT, MESH, replace(POLICY, mlp="fused"))
+
+
+def test_keys_that_are_repeated_are_kept_for_every_query_head() -> None:
+    """Llama 3 8B has 8 key heads of 32: its own keys and values, 1024 wide, or copies of 4096, in bf16."""
+    policy = PolicySpec(seq_len=TOKENS)
+    more = kept_by_forward(replace(policy, repeat_kv=True)) - kept_by_forward(policy)
+    assert more == 2 * TOKENS * (DIM - 1024) * 2
+
+
+@pytest.mark.parametrize("ac", ["none", "full"])
+def test_a_host_whose_attention_takes_no_groups_estimates_the_same(
+    ac: CheckpointingMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = PolicySpec(seq_len=TOKENS, ac=ac)
+    peaks = []
+    for takes in (True, False):
+        monkeypatch.setattr("fsdp2prof.fake_tensors._HOST_TAKES_GROUPS", takes)
+        peaks.append(estimate_memory(LLAMA, MESH, policy).peak)
+    assert peaks[0] == peaks[1]
 
 
 def test_products_of_a_shape_that_is_recomputed_are_not_counted() -> None:
