@@ -36,5 +36,5 @@ class HeldAdam(Optimizer):
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         states: dict[str, Any] = {"step": torch.zeros(())}
         for name, elements, dtype in self.held.of(local.numel(), str(local.dtype).removeprefix("torch.")):
-            states[name] = torch.zeros(elements, dtype=getattr(torch, dtype), device=local.device)
+            states[name] = local.new_zeros(elements, dtype=getattr(torch, dtype))
         return states
