@@ -45,6 +45,7 @@ def positions(allocations) -> np.ndarray:
             replace(POLICY, orig_dtype="bfloat16", lora=QLORA, offload=True),
             "4 and 5 blocks",
         ),
+        (12, MeshSpec(dp_shard=4), replace(POLICY, optimizer="adamw8bit"), "4 and 5 blocks"),
         pytest.param(
             16,
             MeshSpec(dp_shard=3),
