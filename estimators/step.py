@@ -41,7 +41,7 @@ from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
 from fsdp2prof.estimators.timeline.on_host import blocking, host_trace_of
 from fsdp2prof.estimators.verdict.step_range import assumptions_of, range_of
 from fsdp2prof.results.estimate import EstimatedModel, HardwareUse, StepEstimate, StepRange
-from fsdp2prof.results.step import BreakdownNs, StepBreakdown
+from fsdp2prof.results.step import BreakdownNs
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.tables.trace import Trace
 from fsdp2prof.units import format_frac, format_ns, plural
@@ -283,7 +283,7 @@ def simulate_program(
     program, costs = _costed(program, mesh, cluster.with_attention_of(policy), calibration)
     whole, timeline, trace, analysis = _simulated(program, model, mesh, costs)
     bubble = bubble_ns_of(whole, timeline, mesh, policy)
-    step = _step_of(analysis, whole, timeline)
+    step = analysis.ranks[0].steps[0]
     spread = range_of(program, costs, policy, bubble, step.duration_ns, cluster.hardware)
     estimate = _estimate(whole, timeline, analysis, model, mesh, policy, costs, spread)
     if bubble:
@@ -343,7 +343,7 @@ def _figures(
     program = program_of(model, mesh, policy)
     program, costs = _costed(program, mesh, cluster.with_attention_of(policy), None)
     program, timeline, _, analysis = _simulated(program, model, mesh, costs)
-    step = _step_of(analysis, program, timeline)
+    step = analysis.ranks[0].steps[0]
     parts = step.breakdown_ns
     bubble = bubble_ns_of(program, timeline, mesh, policy, whole)
     return StepFigures(
@@ -383,14 +383,6 @@ def _simulated(
     return program, timeline, trace, analyze_trace([(trace, None)], references=known)
 
 
-def _step_of(analysis: TraceAnalysis, program: Program, timeline: Timeline) -> StepBreakdown:
-    """The step, plus host work after the device is done: the next step waits for it."""
-    step = analysis.ranks[0].steps[0]
-    tail = host_tail_ns(program, timeline)
-    parts = replace(step.breakdown_ns, idle=step.breakdown_ns.idle + tail)
-    return replace(step, duration_ns=step.duration_ns + tail, breakdown_ns=parts)
-
-
 def _trace(
     program: Program, timeline: Timeline, model: ModelSpec, mesh: MeshSpec, costs: ClusterCosts
 ) -> Trace:
@@ -422,7 +414,7 @@ def _estimate(
     costs: ClusterCosts,
     spread: StepRange,
 ) -> StepEstimate:
-    step = _step_of(analysis, program, timeline)
+    step = analysis.ranks[0].steps[0]
     kernels = _kernels(program, timeline, costs)
     hardware = costs.cluster.hardware
     peak = hardware.flops.get(policy.product_dtype)

@@ -306,11 +306,21 @@ def _same_inputs(evidence: RunEvidence) -> Iterator[Finding]:
         seen = tuple(tuple(one) for root, one in enumerate(manifest.inputs) if one and root not in frozen)
         if seen and all(len({*root} - {None}) > 1 for root in seen):
             alike[seen].append(rank)
-    same = [ranks for ranks in alike.values() if len(ranks) > 1 and not _in_another_group(evidence, ranks)]
+    found = [_averaged(evidence, ranks) for ranks in alike.values()]
+    same = [ranks for ranks in found if len(ranks) > 1 and not _in_another_group(evidence, ranks)]
     if same:
         sets = [f"ranks {listed(ranks)}" for ranks in same]
         ranks = [rank for ranks in same for rank in ranks]
         yield finding("same_inputs", {"ranks": ranks}, sets="; ".join(sets))
+
+
+def _averaged(evidence: RunEvidence, ranks: Sequence[int]) -> list[int]:
+    """Those of ``ranks`` whose gradients FSDP averages with another one of them."""
+    return [
+        rank
+        for rank in ranks
+        if any(len(reduced & {*ranks}) > 1 for reduced in _reduced_by_root(evidence, rank).values())
+    ]
 
 
 def _in_another_group(evidence: RunEvidence, ranks: Sequence[int]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -55,14 +55,14 @@ def make_spec(
     values: Mapping[str, Any],
     *,
     tied: bool = False,
-    own_norm: bool = False,
+    own_kernels: Collection[str] = (),
     names: Mapping[str, str] | None = None,
 ) -> EstimateSpec:
     """Build and validate an estimate's input from the keys of :func:`load_config`.
 
     ``mesh`` is text or a table; without it FSDP shards over ``world_size`` ranks, by default one. ``tied``
-    and ``names`` describe the model, as ``with_stack`` takes them; a model with its own norms
-    (``own_norm``) uses neither a stack's norm nor its SwiGLU. Raises ``ModelError``.
+    and ``names`` describe the model, as ``with_stack`` takes them; a stack's options
+    ``own_kernels``, for parts that the model has of its own, are not used. Raises ``ModelError``.
     """
     if not values.get("model"):
         raise ModelError("no model: name a built-in, a config.json or package.module:factory with --model")
@@ -71,7 +71,7 @@ def make_spec(
     sizes = _mesh_of_table(mesh) if isinstance(mesh, Mapping) else MeshSpec.parse(str(mesh), world_size)
     own = values.get("policy", {})
     policy = with_stack(values.get("stack"), own, tied=tied, pipelined=sizes.pp > 1, names=names or {})
-    left_out = {"norm", "mlp"} - own.keys() if own_norm else set()
+    left_out = {*own_kernels} - own.keys()
     policy = {option: value for option, value in policy.items() if option not in left_out}
     notes = stack_notes(values.get("stack"), {**own, **dict.fromkeys(left_out)})
     if sizes.pp > 1 and "reshard" not in own:

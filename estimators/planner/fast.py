@@ -17,7 +17,7 @@ from math import prod
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.pipeline import has_ends
 from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
-from fsdp2prof.estimators.config.shares import CONTENTION_FRACS
+from fsdp2prof.estimators.config.shares import CONTENTION_FRACS, HOST_CORE_GB_PER_S
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.planner.fast_costs import (
     BlockCost,
@@ -86,11 +86,13 @@ class _Sums:
     """The host needs to issue all of it."""
     moved: float = 0.0
     """The part of ``compute`` that only moves parameters and gradients."""
+    updated: float = 0.0
+    """The host updates offloaded parameters, and issues nothing meanwhile."""
 
     @property
     def host(self) -> float:
         """Time waiting for the host, which runs ahead of the device if it can, and into the next step."""
-        return max(0.0, self.issued - self.compute - self.exposed - self.sent)
+        return max(0.0, self.issued - self.compute - self.exposed - self.sent) + self.updated
 
     @property
     def worked(self) -> float:
@@ -215,12 +217,13 @@ class FastModel:
             sums.moved += copied
         sums.compute += ends * policy.grad_accum / stages
         sums.sent += exchanged * policy.grad_accum / stages
-        sums.issued += host * policy.grad_accum + plain.update_host_ns
-        if policy.offload:  # the host updates, and issues no kernel meanwhile
-            sums.exposed += plain.update_host_ns
-            return 0.0
+        sums.issued += host * policy.grad_accum + (0 if policy.offload else plain.update_host_ns)
         own = dtype_bytes(policy.orig_dtype) / plain.element_bytes[0]
-        update = self._costs.moved(round(plain.update_bytes * own * sizes.shard / plain.shard_numel))
+        updated = round(plain.update_bytes * own * sizes.shard / plain.shard_numel)
+        if policy.offload:
+            sums.updated = plain.update_host_ns + updated / HOST_CORE_GB_PER_S
+            return sums.updated
+        update = self._costs.moved(updated)
         sums.compute += update
         sums.moved += update
         return update

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fsdp2prof.estimators.simulate.program import Collective, Enter, HostWait, Kernel, Leave, Program, Work
-from fsdp2prof.estimators.simulate.streams import Timeline
+from fsdp2prof.estimators.simulate.streams import Timeline, host_tail_ns
 from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
 from fsdp2prof.tables.columns import Strings
 from fsdp2prof.tables.trace import CollectiveArgs, EventTable, LabelTable, MemoryEventTable, ShapeTable, Trace
@@ -29,6 +29,7 @@ _KERNELS = {
     "send_recv": "ncclDevKernel_SendRecv",
     "broadcast": "ncclDevKernel_Broadcast_RING",
 }
+_TO_DEVICE = "Memcpy HtoD (Pinned -> Device)"
 _METADATA = {
     "all_gather": "_allgather_base",
     "reduce_scatter": "_reduce_scatter_base",
@@ -100,13 +101,17 @@ def trace_of(
                 name, category = _kernel_name(command)
             rows.device(name, category, command.stream, start[position], end[position], **common)
     rows.host(f"ProfilerStep#{STEP}", "user_annotation", 0, max(host_end, default=0))
+    if host_tail_ns(program, timeline):  # the device waits for the update, until the next step's first copy
+        last, copied = max(host_end), len(program.commands) + 1
+        rows.host("cudaLaunchKernel", "cuda_runtime", last - 1, last, correlation=copied, external_id=copied)
+        rows.device(_TO_DEVICE, "gpu_memcpy", 0, last - 1, last, correlation=copied, external_id=copied)
     return table_of(rows.rows, groups_of(program, "nccl"), source, world_size, "cuda", device_name)
 
 
 def _kernel_name(kernel: Kernel) -> tuple[str, str]:
     assert kernel.work is not None
     if kernel.work.kind == "host_to_device":
-        return "Memcpy HtoD (Pinned -> Device)", "gpu_memcpy"
+        return _TO_DEVICE, "gpu_memcpy"
     if kernel.work.kind == "device_to_host":
         return "Memcpy DtoH (Device -> Pinned)", "gpu_memcpy"
     return recorded_name(kernel).rpartition("::")[2], "kernel"

@@ -134,8 +134,8 @@ class Described:
             ends = decided.get("pp_end_layers", 0)
             schedule = stages.schedule(layers, ends)
             values = {**values, "policy": {**values["policy"], "pp_schedule": schedule}}
-        read = {"norm", "mlp"} & values.get("policy", {}).keys() - self.given
-        if self.read is not None and head.get("own_norm") and read:
+        read = {*head.get("own_kernels", ())} & values.get("policy", {}).keys() - self.given
+        if self.read is not None and read:
             kept = {name: value for name, value in values["policy"].items() if name not in read}
             spec = make_spec({**values, "policy": kept}, **head)
             said = f"{' and '.join(sorted(read))} of the files are those of the model's own modules here"
@@ -156,9 +156,13 @@ _HUGGING_FACE_NAMES = {"tok_embeddings": EMBEDDING, "norm": NORM, "output": HEAD
 """Modules of transformers' decoders, by the names that stacks have for them."""
 
 
+_KERNELS = ("norm", "mlp")
+"""Options for modules of the built-in models; other models have modules of their own."""
+
+
 def _head_of(source: object) -> dict[str, Any]:
-    """Whether a model ties head and embedding, whether it has its own norms, and its names of modules that
-    stacks wrap.
+    """Whether a model ties head and embedding, the options for modules that it has of its own, and its
+    names of modules that stacks wrap.
 
     Raises ``ModelError`` for an unknown built-in model.
     """
@@ -167,16 +171,18 @@ def _head_of(source: object) -> dict[str, Any]:
     model = ModelSpec(source=str(source))
     if model.kind == "builtin":
         config = builtin_config(model.source)
-        return {"tied": config.tied, "own_norm": config.family == "gpt", "layers": config.layers}
+        biased = config.experts is not None and config.experts.bias  # gpt-oss: another activation, clamped
+        own = _KERNELS if config.family == "gpt" else _KERNELS[1:] if biased else ()
+        return {"tied": config.tied, "own_kernels": own, "layers": config.layers}
     if model.kind == "factory":
-        return {"tied": True, "own_norm": True}  # where its head is, is not known
+        return {"tied": True, "own_kernels": _KERNELS}  # where its head is, is not known
     path = Path(model.source)
     try:
         text = read_text(path / "config.json" if path.is_dir() else path)
         tied = '"tie_word_embeddings": false' not in text
         found = re.search(r'"num_hidden_layers": *(\d+)', text)  # of the text model, the first to have it
         layers = None if found is None else int(found[1])
-        return {"tied": tied, "own_norm": True, "names": _HUGGING_FACE_NAMES, "layers": layers}
+        return {"tied": tied, "own_kernels": _KERNELS, "names": _HUGGING_FACE_NAMES, "layers": layers}
     except ValueError:
         return {}  # building the model says why
 

@@ -68,6 +68,11 @@ def test_the_optimizer_on_the_host_takes_what_its_bytes_take(implementation: str
     assert on_host.bound_by == "host_optimizer"
     parts = asdict(on_host.breakdown_ns)
     assert sum(parts.values()) + on_host.bubble_ns == on_host.step_ns
+    ledger = on_host.trace.ledger
+    assert ledger is not None
+    assert ledger.step_ns == on_host.step_ns
+    assert ledger.entries[0].cause == "offload"
+    assert ledger.entries[0].ns == pytest.approx(seconds * 1e9, rel=0.1, abs=copies * 1e9)
     assert on_host.range.low_ns < on_host.step_ns < on_host.range.high_ns
     assert any("OMP_NUM_THREADS" in line for line in on_host.range.unknown)
 

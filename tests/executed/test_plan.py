@@ -171,6 +171,7 @@ def test_the_search_is_near_the_engine(planning: Planning) -> None:
         (1, {"grad_accum": 3, "reshard": "never"}),
         (1, {"grad_accum": 2, "sync": "each"}),
         (2, {"reduce_dtype": "bfloat16"}),
+        (2, {"offload": True}),
     ],
 )
 def test_the_search_is_near_the_engine_where_kernels_are_long(batch: int, options: dict[str, Any]) -> None:

@@ -310,14 +310,21 @@ def test_parameters_that_an_optimizer_lost_to_fully_shard_are_named_as_they_are_
         ((["a", "a"], ["a", "a"]), None, False),  # one batch, again and again
         ((["a", None], ["a", None]), None, False),
         ((["a", "b"], ["a", "b"]), "tp", False),
-        ((["a", "b"], ["a", "b"]), "1", True),  # FSDP's own
     ],
 )
 def test_ranks_that_read_the_same_data_are_named(
     inputs: tuple[list[str | None], list[str | None]], group: str | None, named: bool
 ) -> None:
-    beside = [] if group is None else [ProcessGroupInfo(name=group, desc="", backend="gloo", ranks=[0, 1])]
-    assert ("same_inputs" in found([alone(0)], inputs=inputs, process_groups=beside)) is named
+    """FSDP shards over group 1, alone or beside another parallelism."""
+    groups = [
+        ProcessGroupInfo(name=name, desc="", backend="gloo", ranks=[0, 1]) for name in ("1", group) if name
+    ]
+    assert ("same_inputs" in found([alone(0)], inputs=inputs, process_groups=groups)) is named
+
+
+def test_ranks_that_fsdp_does_not_average_over_may_read_the_same_data() -> None:
+    """All ranks are of one tensor-parallel group; each is FSDP's only one."""
+    assert "same_inputs" not in found([alone(0)], inputs=(["a", "b"], ["a", "b"]))
 
 
 @pytest.mark.parametrize(
