@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -51,6 +51,7 @@ from fsdp2prof.estimators.verdict.memory_range import (
     of_older_software,
     unknowns,
     widest_first,
+    with_prediction,
 )
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
 from fsdp2prof.results.estimate import EstimatedModel, MemoryEstimate, PredictedPeak, PredictedStep, Unknown
@@ -70,6 +71,8 @@ class MemoryPrediction:
     estimate: MemoryEstimate
     recording: MemoryRecording
     manifest: RankManifest
+    older: Mapping[PolicySpec, MemoryEstimate] = field(default_factory=dict)
+    """Estimates under older software."""
 
 
 def estimate_memory(
@@ -123,7 +126,8 @@ def predict_memory(
         told.append(built.tensor_parallel.note(policy.sequence_parallel))
     told = assumptions(told, mesh, policy)
     guessed = execution.blocks if why_guessed is not None else ()
-    return _predicted(
+    before = {other: estimate_memory(model, mesh, other, hardware=hardware) for other in older.values()}
+    prediction = _predicted(
         execution,
         told,
         mesh,
@@ -133,10 +137,9 @@ def predict_memory(
         guessed=guessed,
         padding=padding,
         margin=memory_class(mesh, policy, has_experts=bool(built.experts)),
-        older={
-            stack: estimate_memory(model, mesh, other).peak.reserved_bytes for stack, other in older.items()
-        },
+        older={stack: before[other].peak.reserved_bytes for stack, other in older.items()},
     )
+    return replace(prediction, older=before)
 
 
 def _predicted(
@@ -181,10 +184,11 @@ def _predicted(
     )
     reserved = int(recording.segments.size.sum())
     room = None if hardware is None else hardware.memory_bytes - outside_allocator_bytes(mesh, policy).low
-    found = unknowns(
-        on_device, released, reserved, execution.blocks, bool(guessed), mesh, policy, room, margin
-    )
-    unknown = widest_first([*found, *of_older_software(reserved, older, margin)])
+    found = [
+        *unknowns(on_device, released, reserved, execution.blocks, bool(guessed), mesh, policy, room),
+        *of_older_software(reserved, older, margin),
+    ]
+    unknown = widest_first(with_prediction(found, reserved, margin))
     if measured is not None:
         in_use = int(allocated_totals(recording.allocations, recording.events).max())
         unknown = [as_measured(reserved, in_use, measured)]

@@ -16,6 +16,7 @@ from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.results.estimate import MemoryEstimate, TriedChange
 from fsdp2prof.units import format_bytes
 
+_NONE: Mapping[PolicySpec, MemoryEstimate] = {}
 _WANTED = 2
 """Changes that fit, after which no more are tried."""
 _TRIALS = 6
@@ -35,13 +36,15 @@ def with_tried_changes(
     hardware: HardwareSpec,
     *,
     allocations: int = 1,
+    known: Mapping[PolicySpec, MemoryEstimate] = _NONE,
 ) -> MemoryEstimate:
     """Return an estimate that may not fit with two changes that make it fit, each estimated.
 
     Single changes come before combinations, and cheaper changes before more expensive ones: checkpointing,
     a smaller micro-batch, a chunked loss, resharding, more ranks, the host. Changes that cannot save
     enough, by the maximum of their remedies, are not tried. An estimate that fits is returned unchanged.
-    ``allocations`` of the estimate's own execution give the cost of a trial, and so the number of trials.
+    ``allocations`` of the estimate's own execution give the cost of a trial, and so the number of trials;
+    ``known`` are estimates of this model, mesh and device under other policies.
     """
     if estimate.fit is None or estimate.fit == "fits":
         return estimate
@@ -61,8 +64,9 @@ def with_tried_changes(
         other_policy = replace(
             policy, **{name: value for one in chosen for name, value in one.policy.items()}
         )
+        made = known.get(other_policy) if other_mesh == mesh else None
         try:
-            made = estimate_memory(model, other_mesh, other_policy, hardware=hardware)
+            made = made or estimate_memory(model, other_mesh, other_policy, hardware=hardware)
         except ModelError:
             continue
         tried.append(
@@ -126,7 +130,7 @@ def _changes(mesh: MeshSpec, policy: PolicySpec) -> Iterator[_Change]:
         smaller = {"batch_size": 1, "grad_accum": policy.grad_accum * policy.batch_size, "sync": "each"}
         name = ", ".join(f"{name}={value}" for name, value in smaller.items())
         yield _Change(name, policy=smaller, remedy="smaller_batch", times=2 - 2 / policy.batch_size)
-    if not policy.loss_in_pieces and alone and mesh.tp == 1:
+    if policy.loss != "fused" and not policy.loss_in_pieces and alone and mesh.tp == 1:
         yield _Change(f"loss=chunked:{_CHUNKS}", policy={"loss": f"chunked:{_CHUNKS}"}, remedy="chunked_loss")
     if policy.reshard == "never" and alone:
         yield _Change("reshard=default", policy={"reshard": "default"}, remedy="reshard_after_forward")

@@ -42,13 +42,12 @@ def unknowns(
     mesh: MeshSpec,
     policy: PolicySpec,
     room: int | None,
-    margin: str,
 ) -> Iterator[Unknown]:
-    """Yield the unknowns that may move the reserved peak from ``reserved`` bytes.
+    """Yield what may move the reserved peak from ``reserved`` bytes, but for the prediction's error.
 
     ``released`` is the recording without the memory that ``record_stream`` holds, where ``recording`` has it.
     Where ``guessed``, it is not known what the compiled ``blocks`` save. ``room`` is what a device
-    leaves to the allocator, in bytes, ``margin`` the name of the prediction's margin in ``ranges.yaml``.
+    leaves to the allocator, in bytes.
     """
     if room is not None and reserved > room:
         try:
@@ -91,7 +90,6 @@ def unknowns(
             why="unknown tensors that the compiler saves for backward: at most as in eager mode, at least "
             "the results of matrix products and attention",
         )
-    yield _prediction(reserved, margin)
     if released is not None:
         least = _reserved(released, policy) - reserved
         told = "say record_streams=false if it is set; " if policy.record_streams is None else ""
@@ -112,17 +110,19 @@ _OF_SEGMENTS = ("allocator", "cache")
 def active_range(active: int, reserved: int, unknown: Sequence[Unknown]) -> tuple[int, int] | None:
     """Return the range of the bytes in use; None where a measured peak takes the range's place.
 
-    The prediction's margin is a share of them as of the ``reserved`` bytes; tensors that may or may not be
-    there are the same bytes in both.
+    The prediction's margin is the same share of them as of the ``reserved`` bytes; tensors that may or may
+    not be there are the same bytes in both.
     """
     if any(one.name == MEASURED for one in unknown):
         return None
-    low = high = active
-    for one in unknown:
-        share = active / reserved if one.name == PREDICTION else float(one.name not in _OF_SEGMENTS)
-        low += round(one.low_bytes * share)
-        high += round(one.high_bytes * share)
-    return max(0, low), high
+    ends = []
+    for name in ("low_bytes", "high_bytes"):
+        others = [one for one in unknown if one.name != PREDICTION]
+        in_use = active + sum(getattr(one, name) for one in others if one.name not in _OF_SEGMENTS)
+        margin = sum(getattr(one, name) for one in unknown if one.name == PREDICTION)
+        whole = reserved + sum(getattr(one, name) for one in others)
+        ends.append(max(0, in_use + round(in_use * margin / whole)))
+    return ends[0], ends[1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,18 +183,22 @@ def of_older_software(reserved: int, older: Mapping[str, int], margin: str) -> I
         )
 
 
-def _prediction(reserved: int, margin: str) -> Unknown:
-    """The spread of measured runs around their predictions."""
+def with_prediction(found: Iterable[Unknown], reserved: int, margin: str) -> list[Unknown]:
+    """Add the spread of measured runs around their predictions, a share of what each end of all others
+    leaves of ``reserved`` bytes; ``margin`` is its name in ``ranges.yaml``."""
+    others = widest_first(found)
+    low, high = (reserved + sum(getattr(one, end) for one in others) for end in ("low_bytes", "high_bytes"))
     end = range_end(margin)
     least = end.value if end.fast is None else end.fast
     more = "; stating torch and the allocator narrows it" if margin == "memory_with_software_open" else ""
     within = f"{end.value:.0%}" if least == end.value else f"-{least:.0%} and +{end.value:.0%}"
-    return Unknown(
+    error = Unknown(
         name=PREDICTION,
-        low_bytes=-round(reserved * least),
-        high_bytes=round(reserved * end.value),
+        low_bytes=-round(low * least),
+        high_bytes=round(high * end.value),
         why=f"within {within}: {end.source}{more}",
     )
+    return [*others, error]
 
 
 def _reserved(recording: MemoryRecording, policy: PolicySpec, room: int | None = None) -> int:

@@ -335,6 +335,7 @@ def estimate_memory(
             spec.policy,
             spec.hardware,
             allocations=len(prediction.recording.allocations),
+            known=prediction.older,
         )
     return _noted(estimate, spec, described, "memory")
 
