@@ -431,7 +431,7 @@ def _estimate(
         step_ns=step.duration_ns + bubble,
         tokens_per_step=tokens,
         tokens_per_s_per_gpu=tokens / mesh.world_size / seconds,
-        mfu=None if peak is None else program.model_flops / seconds / peak,
+        mfu=None if peak is None else min(program.model_flops, executed) / seconds / peak,
         hfu=None if peak is None else executed / seconds / peak,
         breakdown_ns=step.breakdown_ns,
         bubble_ns=bubble,

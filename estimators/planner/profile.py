@@ -177,7 +177,7 @@ def measure(probe: Probe) -> BlockProfile:
     ends, update = _split([part.commands for part in parts if part.ladder is None])
     saved = sum(map(alive.saved, built.blocks))
     first, second = alive.at_loss()
-    flops = sum(work.flops for part in parts if part.ladder == 0 for work in _stretch(part.commands).works)
+    of_blocks = [work for part in parts if part.ladder == 0 for work in _stretch(part.commands).works]
     return BlockProfile(
         tp=probe.tp,
         ep=probe.ep,
@@ -191,7 +191,7 @@ def measure(probe: Probe) -> BlockProfile:
         update_bytes=sum(c.work.bytes for c in update if isinstance(c, Kernel) and c.work),
         update_host_ns=_host_ns(update),
         shard_numel=sharded.shard_numel,
-        model_flops_ends=program.model_flops - 3 * flops,
+        model_flops_ends=program.model_flops - _model_flops(of_blocks),
         held_at_loss=(_without(saved, first), _without(saved, second)),
         unused_bytes=max(0, prediction.estimate.peak.streams["default"] - alive.active()),
         pool_bytes=prediction.estimate.peak.streams.get("all_gather_copy_in", 0),
@@ -254,6 +254,11 @@ class _Sharded:
         return tuple(p.shape for p in self._blocks[fqn] if p.is_expert == experts)
 
 
+def _model_flops(works: Iterable[Work]) -> int:
+    """Of a forward and its backward."""
+    return sum(work.flops * (1 + work.gradients) for work in works)
+
+
 def _kind(count: int, parts: list[Part], sharded: _Sharded, alive: Alive, until: Sequence[str]) -> BlockKind:
     """Take a block apart: the last of ``until``, whose activations are alive while it runs backward."""
     fqn = until[-1]
@@ -266,7 +271,7 @@ def _kind(count: int, parts: list[Part], sharded: _Sharded, alive: Alive, until:
         backward=backward,
         dense=sharded.of_block(fqn, experts=False),
         experts=sharded.of_block(fqn, experts=True),
-        model_flops=3 * sum(work.flops for work in forward.works),
+        model_flops=_model_flops(forward.works),
         saved_bytes=alive.saved(fqn),
         peak_bytes=alive.in_backward(fqn, until),
     )

@@ -35,6 +35,9 @@ class Work:
     """Whether this is the backward of attention."""
     unaligned: bool = False
     """Whether rows of a matrix begin at addresses that 16 does not divide."""
+    gradients: int = 2
+    """Of a forward's work: how many works of its size its backward needs, one for each operand that needs a
+    gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +171,13 @@ def ends_of_backward(commands: Sequence[Command]) -> list[int]:
 def model_flops_of(commands: Iterable[Command]) -> int:
     """Operations of the products and attention of one forward and backward, recomputation left out.
 
-    Each of a trained forward has two of its size in backward; a forward without gradients has none.
+    Each of a trained forward has two of its size in backward, with a frozen weight one; a forward without
+    gradients has none.
     """
     flops = 0
     for command, names in labelled(commands):
         if isinstance(command, Kernel) and command.work is not None and not in_backward(names):
-            flops += command.work.flops * (1 if WITHOUT_GRADIENTS in names else 3)
+            flops += command.work.flops * (1 if WITHOUT_GRADIENTS in names else 1 + command.work.gradients)
     return flops
 
 

@@ -189,7 +189,13 @@ def _matmul(name: str, args: tuple[Any, ...], inputs: list[Tensor], outputs: lis
         2 * batch * m * n * k,
         (batch, m, n, k),
         unaligned=any(map(_is_unaligned, [left, right, *outputs])),
+        gradients=_gradients(left, right),
     )
+
+
+def _gradients(left: Tensor, right: Tensor) -> int:
+    """Operands that need a gradient; inside a function with its own backward, or a graph, both may."""
+    return left.requires_grad + right.requires_grad if torch.is_grad_enabled() else 2
 
 
 def _is_unaligned(matrix: Tensor) -> bool:
@@ -211,7 +217,8 @@ def _grouped(args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor])
         n = ceil(n / groups)
     else:
         k = ceil(k / groups)
-    return Work("matmul", _dtype(left), sum(map(_bytes, [*inputs, *outputs])), flops, (groups, m, n, k))
+    moved, gradients = sum(map(_bytes, [*inputs, *outputs])), _gradients(left, right)
+    return Work("matmul", _dtype(left), moved, flops, (groups, m, n, k), gradients=gradients)
 
 
 def _attention(name: str, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> Work:

@@ -99,6 +99,20 @@ def test_the_products_are_those_of_the_model(program: Program) -> None:
     assert executed == 3 * forward + 3 * attention // 2  # flash attention's backward repeats a product
 
 
+@pytest.mark.parametrize("ac", ["none", "full"])
+def test_frozen_weights_need_no_products_for_their_gradients(ac: str) -> None:
+    """By hand: forward, and backward to a block's input; the first block's needs no gradient."""
+    policy = PolicySpec.from_mapping({"seq_len": 256, "ac": ac, "lora": "r=16,targets=q_proj"})
+    tokens, dim, ffn, kv, vocabulary = 256, 4096, 14336, 1024, 128_256
+    behind = dim * dim + 3 * dim * ffn  # attention
+    block, adapter = behind + dim * dim + 2 * dim * kv, 3 * 2 * 16 * dim
+    attention = 3 * 4 * 32 * 128 * tokens * tokens // 2
+    made = [program_of(replace(MODEL, layers=n), MeshSpec(dp_shard=1), policy).model_flops for n in (1, 2)]
+    assert made[1] - made[0] == 2 * tokens * (2 * block + adapter) + attention
+    first = block + behind + adapter - 16 * dim
+    assert made[0] == 2 * tokens * (first + 2 * dim * vocabulary) + attention
+
+
 def test_the_parts_sum_to_the_step_and_every_layer_is_named(program: Program) -> None:
     made = simulate_program(program, MODEL, MeshSpec(dp_shard=8), POLICY, H100)
     estimate = made.estimate
