@@ -35,7 +35,8 @@ class Placement:
 class Cluster:
     """A cluster of equal nodes with one kind of accelerator.
 
-    Raises ``ModelError`` if several nodes are needed and no network is given.
+    Raises ``ModelError`` if several nodes are needed and no network is given, and for hardware without a
+    memory bandwidth, which every step needs.
     """
 
     hardware: HardwareSpec
@@ -57,6 +58,7 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.gpus_per_node < 1 or (self.nics_per_node is not None and self.nics_per_node < 1):
             raise ModelError("gpus_per_node and nics_per_node must be at least 1")
+        _ = self.hardware.achieved_memory_bytes_per_s
 
     def with_attention_of(self, policy: PolicySpec) -> Cluster:
         """Return the same cluster with the attention kernel that a policy runs on it."""

@@ -88,7 +88,7 @@ def stack_named(name: str) -> Stack:
     if name not in stacks:
         close = get_close_matches(name, stacks, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise ModelError(f"unknown stack {name!r}: {hint}there are {', '.join(stacks)}")
+        raise ModelError(f"unknown stack {name!r}: {hint}there are {', '.join(sorted(stacks))}")
     return stacks[name]
 
 

@@ -1058,6 +1058,9 @@ def test_a_loss_without_upcast_and_foreign_kernels_of_automodel(tmp_path: Path) 
     text += f"loss_fn: {{_target_: {target}, fp32_upcast: false}}\n"
     policy = read(tmp_path, ("run.yaml", text), world_size=8).values["policy"]
     assert (policy["loss"], policy["fused_kernels"]) == ("native", True)
+    assert policy["clip_grad"] is True
+    text += "recipe: BenchmarkingRecipeForNextTokenPrediction\n"
+    assert read(tmp_path, ("run.yaml", text), world_size=8).values["policy"]["clip_grad"] is False
 
 
 @pytest.mark.parametrize(

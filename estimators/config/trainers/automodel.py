@@ -13,6 +13,12 @@ _RECIPES = (
     "FinetuneRecipeForVLM",
 )
 """Recipes that train one model to predict the next token."""
+_LENGTHS = (
+    "dataset.seq_length",
+    "dataset.seq_len",
+    "dataset.max_seq_length",
+    "dataloader.collate_fn.max_length",  # pads to it
+)
 _TARGETS = "*_proj"
 """Of adapters if a file has none (nemo_automodel/components/_peft/module_matcher.py:108)."""
 
@@ -28,6 +34,13 @@ def read_automodel(run: Reading) -> None:
     if strategy.value is not None and "fsdp2" not in strategy.word():
         run.refuse(strategy, "fsdp2 is modelled")
     run.read_declared(dp_shard=_shard(run))
+    if recipe.word().startswith("benchmarking"):  # recipes/llm/benchmark.py steps without clipping
+        run.set("clip_grad", False, recipe)
+    if run.world_size == 1:
+        run.notes.append(
+            "one GPU: the trainer does not call fully_shard there, and the estimate does; FSDP's copies and "
+            "its cast to --param-dtype are too many"
+        )
     _batch(run)
     checkpointing = run.get(
         "distributed.activation_checkpointing",
@@ -223,7 +236,7 @@ def _batch(run: Reading) -> None:
     run.accumulate(run.get("step_scheduler.global_batch_size"), run.policy["batch_size"], run.data_ranks)
     packed = run.get("packed_sequence.packed_sequence_size", "packed_sequence.pack_size")
     run.get("packed_sequence.max_length")  # of a sample before it is packed
-    length = run.get("dataset.seq_length", "dataset.seq_len", "dataset.max_seq_length")
+    length = run.get(*_LENGTHS)
     if packed.value:
         run.set("seq_len", packed.number(1), packed)
         run.opens_documents(packed)
