@@ -68,6 +68,7 @@ def _every_micro_batch(book: Book) -> None:
     """Enter gradients that are reduced more than once for one update of the parameters."""
     times, known = _reductions(book, "reduce_scatter")
     if times < 2:
+        _every_micro_batch_of_some(book)
         return
     all_reduces, _ = _reductions(book, "all_reduce")
     mine = book.take("communication", is_kind("reduce_scatter"), (times - 1, times))
@@ -93,6 +94,36 @@ def _every_micro_batch(book: Book) -> None:
         memory_bytes=size,
         memory="" if size is None else f"; full gradients ({format_bytes(size)}) then stay in memory",
     )
+
+
+def _every_micro_batch_of_some(book: Book) -> None:
+    """Enter units that reduce in every micro-batch while others of their root do not: only the latter were
+    told to wait."""
+    manifest = next((one for one in book.manifests if one.param_groups), None)
+    if manifest is None or _updates(book):
+        return
+    batches = {one.root: one.micro_batches or 0 for one in manifest.roots}
+    trained = [
+        one for one in manifest.param_groups if one.requires_grad and one.forwards == batches.get(one.root)
+    ]
+    waiting = {one.root for one in trained if (one.reductions or 0) < batches[one.root]}
+    units = [one for one in trained if one.root in waiting and one.reductions == batches[one.root]]
+    mine: list[Charge] = []
+    size = 0
+    for group in units:
+        fqn, passes = qualified_fqn(group.fqn, group.root, manifest.root_count), batches[group.root]
+        of_unit = partial(_of_layer, is_kind("reduce_scatter"), fqn)
+        mine += book.take("communication", of_unit, (passes - 1, passes))
+        size += sum(prod(one.global_shape) * (dtype_bytes(one.dtype) or 0) for one in group.parameters)
+    if units:
+        book.enter(
+            mine,
+            "reduced_every_micro_batch/some",
+            {"reductions_per_step": batches[units[0].root], "units": len(units), "memory_bytes": size},
+            memory_bytes=size,
+            name=plural(len(units), "unit"),
+            memory=f"; full gradients ({format_bytes(size)}) then stay in memory",
+        )
 
 
 def _backwards_of_one_forward(book: Book, times: int) -> bool:

@@ -895,6 +895,44 @@ def test_two_backwards_of_one_forward_are_no_micro_batches(forwards: int, remedy
     assert first.ns == (24 if forwards == 1 else 10) * MS, "a second backward gathers and computes, too"
 
 
+@pytest.mark.parametrize(
+    ("reductions", "named"), [((1, 4, 4, 4), True), ((4, 4, 4, 4), False), ((1,) * 4, False)]
+)
+def test_units_that_reduce_in_every_micro_batch_are_named_beside_those_that_wait(
+    reductions: tuple[int, ...], named: bool
+) -> None:
+    """Four micro-batches; a call for the root alone (recurse=False) leaves out the units inside."""
+    manifest = sharded(forwards=4)
+    groups = [
+        msgspec.structs.replace(one, reductions=times)
+        for one, times in zip(manifest.param_groups, reductions, strict=True)
+    ]
+    roots = [RootInfo(root=0, micro_batches=4)]
+    manifest = msgspec.structs.replace(manifest, param_groups=groups, roots=roots)
+    analysis = trace_analysis()
+    charges = [
+        Charge(
+            rank=rank.rank,
+            step=step.step,
+            cause="communication",
+            ns=8 * MS,
+            op="reduce_scatter",
+            phase="backward",
+            fqn=f"layers.{layer}",
+        )
+        for rank in analysis.ranks
+        for step in rank.steps
+        for layer in range(4)
+    ]
+    ledger = with_ledger(analysis, charges, [manifest]).ledger
+    assert ledger is not None
+    found = [one for one in ledger.entries if one.id == "reduced_every_micro_batch"]
+    assert [one.ns for one in found] == [3 * 8 * MS * 3 / 4] * named, (
+        "three units, and all reductions but one"
+    )
+    assert all("recurse=False" in one.remedy.change for one in found if one.remedy is not None)
+
+
 @pytest.mark.parametrize(("updates", "named"), [(0, True), (1, False), (None, True)])
 def test_gradients_at_other_parameters_are_no_micro_batches(updates: int | None, named: bool) -> None:
     """Two passes a step; where the parameters change in between, both reduce."""
