@@ -283,8 +283,13 @@ def test_a_forward_that_keeps_its_graph_is_a_finding() -> None:
         Charge(rank=0, step=step.step, cause="evaluation", ns=MS, count=1, why=why, site="gan.py:6 in add()")
         for step, why in zip(analysis.ranks[0].steps, ("graph", None), strict=False)
     ]
-    (found,) = [one for one in with_ledger(analysis, charges).findings if one.id == "graph_without_backward"]
+    made = with_ledger(analysis, charges)
+    (found,) = [one for one in made.findings if one.id == "graph_without_backward"]
     assert found.message.startswith("1 forward in the traced steps, called at gan.py:6 in add(), ran with")
+    assert made.ledger is not None
+    (entry,) = [one for one in made.ledger.entries if one.id == "forward_without_backward"]
+    assert entry.remedy is not None
+    assert entry.remedy.change.startswith("Run the forward at gan.py:6 in add() under torch.no_grad() (it")
 
 
 @pytest.mark.parametrize("in_turns", [True, False])
