@@ -102,9 +102,12 @@ def _every_micro_batch_of_some(book: Book) -> None:
     manifest = next((one for one in book.manifests if one.param_groups), None)
     if manifest is None or _updates(book):
         return
-    batches = {one.root: one.micro_batches or 0 for one in manifest.roots}
+    counted = {one.root: one.micro_batches or 0 for one in manifest.roots}
+    batches = {root: passes for root, passes in counted.items() if passes > 1}
     trained = [
-        one for one in manifest.param_groups if one.requires_grad and one.forwards == batches.get(one.root)
+        one
+        for one in manifest.param_groups
+        if one.requires_grad and one.root in batches and one.forwards == batches[one.root]
     ]
     waiting = {one.root for one in trained if (one.reductions or 0) < batches[one.root]}
     units = [one for one in trained if one.root in waiting and one.reductions == batches[one.root]]
