@@ -360,7 +360,7 @@ def _cells(labels: LabelTable, blocks: tuple[str, ...]) -> list[_Cell]:
     """Find every block's forwards and backwards from the labels that begin them."""
     index_of = {fqn: index for index, fqn in enumerate(blocks)}
     found: list[_Cell] = []
-    last_end = 0
+    last_end = prefetched = 0
     phase = ""
     for row, name in enumerate(labels.name.to_list()):
         label = parse_label(name or "")
@@ -369,10 +369,12 @@ def _cells(labels: LabelTable, blocks: tuple[str, ...]) -> list[_Cell]:
         kind = label.kind
         if kind in ("root_pre_forward", "pre_backward"):
             phase = kind.rpartition("pre_")[2]
-        block = None if label.fqn is None or " for " in (name or "") else index_of.get(label.fqn)
-        if block is None:
-            continue
         start, end = int(labels.start_ns[row]), int(labels.end_ns[row])
+        if " for " in (name or ""):  # a prefetch, inside of what runs before the block
+            prefetched = end
+        block = None if label.fqn is None else index_of.get(label.fqn)
+        if block is None or start < prefetched:
+            continue
         again = bool(found) and (found[-1].kind, found[-1].block) == (kind, block)  # its experts' group
         if kind == f"pre_{phase}" and not again:  # a forward recomputed in backward begins no cell
             if found:

@@ -46,6 +46,12 @@ def positions(allocations) -> np.ndarray:
             "4 and 5 blocks",
         ),
         (12, MeshSpec(dp_shard=4), replace(POLICY, optimizer="adamw8bit"), "4 and 5 blocks"),
+        (
+            12,
+            MeshSpec(dp_shard=2),
+            replace(POLICY, orig_dtype="bfloat16", lora=QLORA, reshard_root=True),
+            "4 and 5 blocks",
+        ),
         pytest.param(
             16,
             MeshSpec(dp_shard=3),
