@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -100,6 +100,7 @@ def predict_memory(
     executed: Execution | None = None,
     measured: MeasuredPeaks | None = None,
     older: Mapping[str, PolicySpec] = _NONE,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> MemoryPrediction:
     """As :func:`estimate_memory`, and keep the predicted allocations.
 
@@ -126,7 +127,10 @@ def predict_memory(
         told.append(built.tensor_parallel.note(policy.sequence_parallel))
     told = assumptions(told, mesh, policy)
     guessed = execution.blocks if why_guessed is not None else ()
-    before = {other: estimate_memory(model, mesh, other, hardware=hardware) for other in older.values()}
+    before = {}
+    for stack, other in older.items():
+        progress(f"executing the model as with {stack}")
+        before[other] = estimate_memory(model, mesh, other, hardware=hardware)
     prediction = _predicted(
         execution,
         told,

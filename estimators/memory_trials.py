@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
@@ -37,6 +37,7 @@ def with_tried_changes(
     *,
     allocations: int = 1,
     known: Mapping[PolicySpec, MemoryEstimate] = _NONE,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> MemoryEstimate:
     """Return an estimate that may not fit with two changes that make it fit, each estimated.
 
@@ -65,6 +66,7 @@ def with_tried_changes(
             policy, **{name: value for one in chosen for name, value in one.policy.items()}
         )
         made = known.get(other_policy) if other_mesh == mesh else None
+        progress(f"trying {', '.join(names)}")
         try:
             made = made or estimate_memory(model, other_mesh, other_policy, hardware=hardware)
         except ModelError:

@@ -79,10 +79,10 @@ def memory(
     tensors without data, until its third step; so does --from-run without --model, by the recorded command.
     """
     known = measured_of(measured, of_memory=True)
-    with output.progress("executing the model on fake tensors"):
+    with output.progress("executing the model on fake tensors") as tell:
         from fsdp2prof.workflows.estimate import estimate_memory
 
-        result = estimate_memory(described, measured=known, save=save_run)
+        result = estimate_memory(described, measured=known, save=save_run, progress=tell)
     output.render(result)
 
 

@@ -6,7 +6,7 @@ The description is checked before torch is imported, so that a wrong option is r
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -298,8 +298,10 @@ def estimate_memory(
     hardware: str | None = None,
     measured: Measured | Sequence[MeasuredRun] | None = None,
     save: Path | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> MemoryEstimate:
-    """Estimate peak memory; ``save`` writes memory and collectives as a run.
+    """Estimate peak memory; ``save`` writes memory and collectives as a run, ``progress`` gets the
+    alternative that is executed.
 
     ``measured`` is the run's own peak, which replaces the range and determines the verdict; or peaks of
     other runs, whose prediction errors give the range. Raises ``ModelError`` for settings that cannot be
@@ -323,6 +325,7 @@ def estimate_memory(
         hardware=spec.hardware,
         measured=peaks,
         older={stack: other.policy for stack, other in others.items()},
+        progress=progress,
     )
     if save is not None:
         save_run(save, prediction, estimate_comm(spec.model, spec.mesh, spec.policy))
@@ -336,6 +339,7 @@ def estimate_memory(
             spec.hardware,
             allocations=len(prediction.recording.allocations),
             known=prediction.older,
+            progress=progress,
         )
     return _noted(estimate, spec, described, "memory")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from msgspec import structs
 
@@ -67,3 +69,15 @@ def test_a_trial_that_costs_much_is_one() -> None:
     )
     assert (len(cheap.tried), len(dear.tried)) == (2, 1)
     assert dear.tried[0] == cheap.tried[0]
+
+
+def test_an_estimate_that_is_known_is_not_made_again() -> None:
+    hardware = device(1 << 30)
+    estimate = estimate_memory(MODEL, MESH, POLICY, hardware=hardware)
+    told: list[str] = []
+    known = {replace(POLICY, ac="full"): replace(estimate, headroom_bytes=7)}
+    made = with_tried_changes(
+        estimate, MODEL, MESH, POLICY, hardware, allocations=10**6, known=known, progress=told.append
+    )
+    assert told == ["trying ac=full"]
+    assert [(one.changes, one.headroom_bytes) for one in made.tried] == [(["ac=full"], 7)]
