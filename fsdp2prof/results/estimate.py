@@ -467,7 +467,7 @@ class StepEstimate(Shown):
     tokens_per_s_per_gpu: float
     mfu: float | None
     """Model FLOPs utilization: matrix products and attention of one forward and backward, causal attention
-    counted once, as a fraction of the peak."""
+    counted once, gradients of frozen weights not at all, as a fraction of the peak."""
     hfu: float | None
     """Hardware FLOPs utilization: as ``mfu``, including recomputation."""
     breakdown_ns: BreakdownNs
