@@ -546,7 +546,7 @@ _CHECKPOINTED = frozenset(
 )
 
 
-def _idle(verb: str, given: frozenset[str]) -> list[str]:
+def _idle(verb: str, given: frozenset[str], model: ModelSpec) -> list[str]:
     """Say which options of a run's description were given and change nothing in one kind of estimate."""
     options = options_of(PolicySpec)
     memory_only = {name for name, declared in options.items() if declared.memory_only}
@@ -556,6 +556,8 @@ def _idle(verb: str, given: frozenset[str]) -> list[str]:
         "step": memory_only,
         "checkpoint": _CLUSTER | (options.keys() - _CHECKPOINTED),
     }[verb]
+    if model.kind != "builtin" or builtin_config(model.source).latent is not None:
+        idle |= {"repeat_kv"}  # of the built-in models' attention
     named = [f"--{name.replace('_', '-')}" for name in sorted(given & idle)]
     return [f"without effect on this estimate: {', '.join(named)}"] if named else []
 
@@ -564,7 +566,7 @@ def _noted(estimate: _Estimate, spec: EstimateSpec, described: Described, verb: 
     """An estimate with the assumptions of its input, and the inputs without effect."""
     return replace(
         estimate,
-        assumptions=[*estimate.assumptions, *spec.notes, *_idle(verb, described.given)],
+        assumptions=[*estimate.assumptions, *spec.notes, *_idle(verb, described.given, spec.model)],
         config=described.read,
     )
 

@@ -61,6 +61,13 @@ def test_text_shows_the_sums_and_the_assumptions(run):
         assert expected in out
 
 
+@pytest.mark.parametrize(("model", "idle"), [("deepseek-v3-16b", True), ("llama3.2-1b", False)])
+def test_an_option_for_another_attention_is_said_to_have_no_effect(run, model, idle):
+    where = ("--layers", "2", "--seq-len", "64", "--mesh", "dp_shard=4", "--full")
+    out = run("comm", "--model", model, *where, "--repeat-kv")[1]
+    assert ("without effect on this estimate: --repeat-kv" in out) == idle
+
+
 def test_alike_layers_are_folded(run):
     out = run("comm", "--model", "gpt2", "--seq-len", "64", "--mesh", "dp_shard=4")[1]
     assert "layers.0-11 " in out
