@@ -109,7 +109,7 @@ def _every_micro_batch_of_some(book: Book) -> None:
         for one in manifest.param_groups
         if one.requires_grad and one.root in batches and one.forwards == batches[one.root]
     ]
-    waiting = {one.root for one in trained if (one.reductions or 0) < batches[one.root]}
+    waiting = {one.root for one in trained if 0 < (one.reductions or 0) < batches[one.root]}
     units = [one for one in trained if one.root in waiting and one.reductions == batches[one.root]]
     mine: list[Charge] = []
     size = 0

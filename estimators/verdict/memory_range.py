@@ -121,7 +121,7 @@ def active_range(active: int, reserved: int, unknown: Sequence[Unknown]) -> tupl
         in_use = active + sum(getattr(one, name) for one in others if one.name not in _OF_SEGMENTS)
         margin = sum(getattr(one, name) for one in unknown if one.name == PREDICTION)
         whole = reserved + sum(getattr(one, name) for one in others)
-        ends.append(max(0, in_use + round(in_use * margin / whole)))
+        ends.append(max(0, in_use + round(in_use * margin / max(1, whole))))
     return ends[0], ends[1]
 
 
