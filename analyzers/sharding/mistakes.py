@@ -306,9 +306,8 @@ def _same_inputs(evidence: RunEvidence) -> Iterator[Finding]:
         seen = tuple(tuple(one) for root, one in enumerate(manifest.inputs) if one and root not in frozen)
         if seen and all(len({*root} - {None}) > 1 for root in seen):
             alike[seen].append(rank)
-    found = [_averaged(evidence, ranks) for ranks in alike.values()]
-    same = [ranks for ranks in found if len(ranks) > 1 and not _in_another_group(evidence, ranks)]
-    if same:
+    found = [ranks for ranks in alike.values() if len(ranks) > 1 and not _in_another_group(evidence, ranks)]
+    if same := [*filter(None, (_averaged(evidence, ranks) for ranks in found))]:
         sets = [f"ranks {listed(ranks)}" for ranks in same]
         ranks = [rank for ranks in same for rank in ranks]
         yield finding("same_inputs", {"ranks": ranks}, sets="; ".join(sets))
