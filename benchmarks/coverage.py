@@ -9,11 +9,11 @@ next one goes on. Delete the cache after a change of the estimators.
 
 A range has two parts: the alternatives of everything that is not stated, evaluated, and a margin for what
 the model itself misses. The score of a row is the margin that it needs: of memory the distance from the
-evaluated alternatives over the prediction, of speed the distance from the prediction in units of the
-simulated range. The margin of a class is a percentile of the scores: of a memory the lowest of the 85th, 90th
-and 95th with which 85 % of the rows of left-out sources are inside (the 85th if none is enough); a speed has
-a margin for slower steps and one for faster ones, each the 95th. Every source has the same weight regardless
-of its number of rows. Each source's rows are then evaluated with the margin derived from the other
+nearer end of the evaluated alternatives over that end, of speed the distance from the prediction in units of
+the simulated range. The margin of a class is a percentile of the scores: of a memory the lowest of the 85th,
+90th and 95th with which 85 % of the rows of left-out sources are inside (the 85th if none is enough); a speed
+has a margin for slower steps and one for faster ones, each the 95th. Every source has the same weight
+regardless of its number of rows. Each source's rows are then evaluated with the margin derived from the other
 sources. A row with known software is predicted a second time with the software left unspecified (``t1?``).
 """
 
@@ -235,8 +235,8 @@ def _memory(
         source=source,
         kind=_class_of(model, mesh, policy),
         error=peak / published - 1,
-        score=max(least - published, published - most, 0) / peak,
-        unit=1.0,
+        score=max(1 - published / least, published / most - 1, 0),
+        unit=(least + most) / 2 / peak,
         alternatives=(most - least) / 2 / peak,
     )
 

@@ -122,7 +122,9 @@ def read(row: dict[str, str]) -> Row:
     network = next((name for word, name in NETWORKS.items() if word in row["interconnect"]), None)
     cluster = Cluster(
         hardware=HardwareSpec.parse(part),
-        gpus_per_node=next((4 for name in FOUR_A_NODE if name in row["gpu"]), 8),
+        gpus_per_node=72
+        if "NVL72" in row["interconnect"]
+        else next((4 for name in FOUR_A_NODE if name in row["gpu"]), 8),
         network=NetworkSpec.parse(network) if network else None,
     )
     float8 = row["float8"].partition("+")[0]
@@ -147,7 +149,7 @@ def read(row: dict[str, str]) -> Row:
     }
     if "interleaved" in row["mesh"]:
         policy["pp_schedule"] = INTERLEAVED
-    if part in CUDNN_FIRST:
+    if part in CUDNN_FIRST and not row.get("stack"):
         policy["attention"] = "cudnn"
     policy |= _options(row.get("options") or "")
     model = _model(row["model"])

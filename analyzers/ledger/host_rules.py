@@ -131,8 +131,13 @@ def enter_offloaded_update(book: Book) -> None:
     """
     if book.on_device and book.offloads:
         for cause in ("sync", "host_pause"):
-            mine = book.take(cause, lambda one: one.phase == "optimizer" and one.late_rank is None)
+            mine = book.take(cause, lambda one: _updates(one) and one.late_rank is None)
             book.put_back(replace(one, cause="offload", count=0, why=UPDATING) for one in mine)
+
+
+def _updates(charge: Charge) -> bool:
+    """Whether the optimizer ran on the host, or the clipping of gradients before it."""
+    return charge.phase == "optimizer" or charge.why == "before_update"
 
 
 def _data_loader(book: Book) -> None:

@@ -32,6 +32,7 @@ from fsdp2prof.analyzers.trace.kernel_kinds import kinds_of_compute
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.analyzers.trace.script import (
     ANOMALY,
+    BEFORE_UPDATE,
     FIRST_KIND,
     FORWARDS,
     IN_FRONT,
@@ -358,6 +359,8 @@ class _Charging:
                 of_fsdp = phases.activity.lookup(row).matches(lambda name: name != "compute")
                 why = np.where((why == 0) & of_fsdp, OF_FSDP, why)
                 why = self._needlessly(fqn, phase, why)
+                into_update = long & np.isin(piece, piece[phase.equals("optimizer")])
+                why = np.where((why == 0) & into_update & (phase.codes < 0), BEFORE_UPDATE, why)
             evaluating = intervals.covered(self._evaluating, start, end)
             again = evaluating * 0
             if cause == "host_bound":

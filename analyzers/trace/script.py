@@ -36,12 +36,14 @@ _NEAR_NS = 4 * LOOK_NS
 """Time from the nearest look beyond which it says nothing: a busy machine delays looks."""
 _LOOP, _OUTSIDE = 1, 2
 WHY = (None, "loop", "outside", "outside_loop", *KERNEL_KINDS, "fsdp", "untrained", "repeated", "in_front",
-       "loading")  # fmt: skip
+       "loading", "before_update")  # fmt: skip
 """Reason of work's time: a loop of small operators, work outside training, a kind of compute, FSDP's own
 work on the host, backward of a unit that no optimizer updates, a frozen model's forward of the same inputs, a
-copy before other copies, or creating a batch."""
-FIRST_KIND, OF_FSDP, UNTRAINED, REPEATED, IN_FRONT, LOADING = (
-    WHY.index(why) for why in (KERNEL_KINDS[0], "fsdp", "untrained", "repeated", "in_front", "loading")
+copy before other copies, creating a batch, or a pause that lasts into the optimizer, as clipping gradients on
+the host does."""
+FIRST_KIND, OF_FSDP, UNTRAINED, REPEATED, IN_FRONT, LOADING, BEFORE_UPDATE = (
+    WHY.index(why)
+    for why in (KERNEL_KINDS[0], "fsdp", "untrained", "repeated", "in_front", "loading", "before_update")
 )
 ANOMALY = "anomaly"
 ONE_BY_ONE = "one_by_one"
