@@ -26,12 +26,12 @@ from typing import Any
 from msgspec import structs
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.catalog import builtin_config
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.stacks import with_stack
 from fsdp2prof.estimators.memory import estimate_memory
-from fsdp2prof.estimators.models.catalog import builtin_config
 from fsdp2prof.estimators.torch_rules import TorchRules
 
 GIB = 1 << 30

@@ -34,6 +34,7 @@ from statistics import mean
 from typing import Any
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.catalog import builtin_config
 from fsdp2prof.estimators.config.measured import Measured, fitted
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
@@ -41,7 +42,6 @@ from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.shares import range_end
 from fsdp2prof.estimators.config.stacks import with_stack
 from fsdp2prof.estimators.memory import estimate_memory
-from fsdp2prof.estimators.models.catalog import builtin_config
 from fsdp2prof.estimators.simulate.program import has_experts
 from fsdp2prof.estimators.step import prior_of, program_of, sensitivities, simulate_program
 from fsdp2prof.estimators.verdict.memory_range import PREDICTION, memory_class

@@ -16,12 +16,12 @@ from statistics import mean
 from typing import Any
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.catalog import builtin_config
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.stacks import with_stack
 from fsdp2prof.estimators.memory import estimate_memory
-from fsdp2prof.estimators.models.catalog import builtin_config
 
 GIB = 1 << 30
 TABLE = Path(__file__).parent / "data" / "published_later.csv"

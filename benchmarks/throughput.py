@@ -25,13 +25,13 @@ from pathlib import Path
 from statistics import mean
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.catalog import builtin_config
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec, known_hardware
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.stacks import with_stack
-from fsdp2prof.estimators.models.catalog import builtin_config
 from fsdp2prof.estimators.step import estimate_step
 
 PARTS = {

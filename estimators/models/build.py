@@ -7,10 +7,9 @@ with the layers FSDP wraps, a batch to feed it and a loss to differentiate.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
+from fsdp2prof.estimators.config.catalog import TransformerConfig, builtin_config
 from fsdp2prof.estimators.config.model import ModelSpec
-from fsdp2prof.estimators.models.catalog import TransformerConfig, builtin_config
 from fsdp2prof.estimators.models.model import Model
 
 
@@ -23,7 +22,7 @@ def build_model(spec: ModelSpec, *, seq_len: int, orig_dtype: str = "float32") -
     if spec.kind == "huggingface":
         from fsdp2prof.estimators.models.huggingface import build_huggingface
 
-        return build_huggingface(Path(spec.source), orig_dtype, spec.layers)
+        return build_huggingface(spec, orig_dtype)
     if spec.kind == "factory":
         from fsdp2prof.estimators.models.factory import build_factory
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.catalog import TransformerConfig
 from fsdp2prof.estimators.models.builtin_plan import outline_of
-from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.models.llama import LlamaTransformer
 from fsdp2prof.estimators.models.losses import head_of, loss_of_model
 from fsdp2prof.estimators.models.model import Batch, Model

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fsdp2prof.estimators.models.catalog import TransformerConfig
+from fsdp2prof.estimators.config.catalog import TransformerConfig
 from fsdp2prof.estimators.models.model import LayerPattern, Model
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from torch.distributed._functional_collectives import (
     wait_tensor,
 )
 
-from fsdp2prof.estimators.models.catalog import ExpertShape, TransformerConfig
+from fsdp2prof.estimators.config.catalog import ExpertShape, TransformerConfig
 from fsdp2prof.estimators.models.feed_forward import FeedForward, swiglu
 from fsdp2prof.estimators.models.local_tensors import as_local
 

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2prof.by_key import grouped
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.model import MOST_LAYERS
+from fsdp2prof.estimators.config.model import MOST_LAYERS, ModelSpec
 from fsdp2prof.estimators.models.builtin import meta_construction, token_batch
 from fsdp2prof.estimators.models.builtin_plan import ring_width_of
 from fsdp2prof.estimators.models.decoder import decoder_of, per_layer
@@ -148,25 +148,31 @@ _DTYPE_KEYS = ("torch_dtype", "dtype")
 """They would win over the default dtype."""
 
 
-def build_huggingface(path: Path, orig_dtype: str, layers: int | None) -> Model:
-    """Build the model of a ``config.json`` (or its folder) on meta.
+def build_huggingface(spec: ModelSpec, orig_dtype: str) -> Model:
+    """Build the model of a ``config.json`` on meta.
 
     Attention is SDPA where the class supports it, experts are grouped matrix products. Raises ``ModelError``,
     which names the class or the value at fault, without transformers, for an unreadable file, for a class
     that transformers does not have, and for a model that tokens cannot be fed to.
     """
-    path = path / "config.json" if path.is_dir() else path
-    values = _read(path)
+    path, notes = Path(spec.source), []
+    known = spec.configuration()
+    if isinstance(known, dict):
+        values = dict(known)
+    else:
+        values = _read(known)
+        if not known.is_relative_to(path):
+            values["_name_or_path"] = spec.source
+            notes.append(f"the configuration is that of Hugging Face's cache: {known}")
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:
         raise ModelError(f"model {path} needs transformers: pip install 'fsdp2prof[hf]'") from None
     appear_real(importlib.import_module("transformers.utils.import_utils"))
-    notes: list[str] = []
     if values.pop("quantization_config", None) is not None:
         notes.append("the quantization of the configuration is left out: weights are held in orig_dtype")
     with _without_advice(transformers):
-        return _build(transformers, path, values, orig_dtype, layers, notes)
+        return _build(transformers, path, values, orig_dtype, spec.layers, notes)
 
 
 def _build(

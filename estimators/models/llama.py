@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from fsdp2prof.estimators.models.catalog import LatentShape, TransformerConfig
+from fsdp2prof.estimators.config.catalog import LatentShape, TransformerConfig
 from fsdp2prof.estimators.models.experts import MixtureOfExperts
 from fsdp2prof.estimators.models.feed_forward import FeedForward
 from fsdp2prof.estimators.models.local_tensors import as_local

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fsdp2prof.estimators.models.catalog import TransformerConfig
+from fsdp2prof.estimators.config.catalog import TransformerConfig
 
 if TYPE_CHECKING:
     import torch

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 def complete_model(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Complete built-in models; if none has this prefix, complete files (a ``config.json``)."""
-    from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS
+    """Complete known models; if none has this prefix, complete files (a ``config.json``)."""
+    from fsdp2prof.estimators.config.catalog import BUILTIN_MODELS, published_models
 
-    return _names(BUILTIN_MODELS, begun) or [_files(begun)]
+    return _names([*BUILTIN_MODELS, *published_models()], begun) or [_files(begun)]
 
 
 def complete_hardware(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:

@@ -27,10 +27,13 @@ class CatalogModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCatalog(Shown):
-    """Every built-in model."""
+    """Every known model."""
 
     schema: str = "fsdp2prof.inspect.models/1"
     models: list[CatalogModel]
+    """Those that are built in."""
+    by_transformers: list[str]
+    """Names of those that transformers builds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

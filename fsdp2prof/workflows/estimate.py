@@ -5,6 +5,7 @@ The description is checked before torch is imported, so that a wrong option is r
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsdp2prof.errors import ModelError, UsageError
+from fsdp2prof.estimators.config.catalog import builtin_config
 from fsdp2prof.estimators.config.documents import read_text
 from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.inputs import EstimateSpec, load_config, make_spec
@@ -26,7 +28,6 @@ from fsdp2prof.estimators.config.trainers import read_trainer_files
 from fsdp2prof.estimators.description import policy_as_recorded
 from fsdp2prof.estimators.models.build import builtin_of
 from fsdp2prof.estimators.models.builtin_plan import outline_of
-from fsdp2prof.estimators.models.catalog import builtin_config
 from fsdp2prof.estimators.of_run.policy import norm_of_run, values_of_run
 from fsdp2prof.estimators.sharding.wrapping import EMBEDDING, HEAD, NORM
 from fsdp2prof.estimators.techniques.registry import check_parallelism
@@ -176,9 +177,9 @@ def _head_of(source: object) -> dict[str, Any]:
         return {"tied": config.tied, "own_kernels": own, "layers": config.layers}
     if model.kind == "factory":
         return {"tied": True, "own_kernels": _KERNELS}  # where its head is, is not known
-    path = Path(model.source)
+    known = model.configuration()
     try:
-        text = read_text(path / "config.json" if path.is_dir() else path)
+        text = json.dumps(known) if isinstance(known, dict) else read_text(known)
         tied = '"tie_word_embeddings": false' not in text
         found = re.search(r'"num_hidden_layers": *(\d+)', text)  # of the text model, the first to have it
         layers = None if found is None else int(found[1])

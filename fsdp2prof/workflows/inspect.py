@@ -9,8 +9,8 @@ from fsdp2prof import vocabulary
 from fsdp2prof.analyzers.sharding.checkpoint import map_checkpoint
 from fsdp2prof.analyzers.sharding.layout import lay_out_shards
 from fsdp2prof.analyzers.sharding.recorded import sharding_of_run
+from fsdp2prof.estimators.config.catalog import BUILTIN_MODELS, published_models
 from fsdp2prof.estimators.config.hardware import HardwareSpec, known_hardware, known_networks
-from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS
 from fsdp2prof.readers.checkpoint import read_checkpoint
 from fsdp2prof.readers.run.directory import read_sharded_manifests
 from fsdp2prof.results.catalog import (
@@ -40,13 +40,14 @@ _CONCEPTS = {
 
 
 def list_models() -> ModelCatalog:
-    """Return every built-in model."""
+    """Return every known model."""
     names = [field.name for field in fields(CatalogModel)]
     return ModelCatalog(
         models=[
             CatalogModel(**{name: getattr(config, name) for name in names})
             for config in BUILTIN_MODELS.values()
-        ]
+        ],
+        by_transformers=list(published_models()),
     )
 
 

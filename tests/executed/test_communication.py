@@ -12,6 +12,7 @@ from support.present import present
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication import estimate_built, estimate_comm
 from fsdp2prof.estimators.communication_summary import summarise
+from fsdp2prof.estimators.config.catalog import TransformerConfig
 from fsdp2prof.estimators.config.choices import Every
 from fsdp2prof.estimators.config.extra_models import ExtraModel, ExtraModels
 from fsdp2prof.estimators.config.mesh import MeshSpec
@@ -20,7 +21,6 @@ from fsdp2prof.estimators.config.pipeline import Interleaved
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.description import policy_as_recorded
 from fsdp2prof.estimators.models.builtin import build_builtin
-from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.sharding.groups import ShardedParameter, parameter_groups
 from fsdp2prof.estimators.techniques.pipeline import blocks_of_ranks, blocks_of_stages
 from fsdp2prof.estimators.techniques.weight_sync import WeightSyncSpec

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.estimators.compiler.blocks import compile_blocks
 from fsdp2prof.estimators.compiler.graphs import told_of_launches
+from fsdp2prof.estimators.config.catalog import builtin_config
 from fsdp2prof.estimators.config.choices import CheckpointingMode
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.memory import predict_memory
-from fsdp2prof.estimators.models.catalog import builtin_config
 from fsdp2prof.estimators.models.llama import TransformerBlock
 from fsdp2prof.estimators.techniques.recomputation import (
     Recompute,

@@ -6,11 +6,11 @@ import csv
 
 import pytest
 
+from fsdp2prof.estimators.config.catalog import builtin_config
 from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.builtin_plan import outline_of
-from fsdp2prof.estimators.models.catalog import builtin_config
 from fsdp2prof.estimators.techniques.registry import check_parallelism
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal
 from fsdp2prof.estimators.verdict.step_range import speed_class

@@ -11,6 +11,7 @@ import torch
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication import estimate_comm
+from fsdp2prof.estimators.config.catalog import BUILTIN_MODELS, ExpertShape, LatentShape, TransformerConfig
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
@@ -18,7 +19,6 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.builtin import build_builtin
-from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS, ExpertShape, LatentShape, TransformerConfig
 from fsdp2prof.estimators.sharding.groups import parameter_groups
 from fsdp2prof.estimators.simulate.program import Collective, Kernel
 from fsdp2prof.estimators.step import estimate_step, program_of

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from fsdp2prof.analyzers.memory.prepared import allocated_totals
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication import estimate_comm
+from fsdp2prof.estimators.config.catalog import ExpertShape, TransformerConfig
 from fsdp2prof.estimators.config.choices import (
     Chunked,
     ChunkedBackward,
@@ -44,7 +45,6 @@ from fsdp2prof.estimators.execution.second_models import with_role
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.builtin import build_builtin
-from fsdp2prof.estimators.models.catalog import ExpertShape, TransformerConfig
 from fsdp2prof.estimators.models.experts import ExpertExchange, GroupedExperts
 from fsdp2prof.estimators.models.losses import CompiledCrossEntropy, logits_loss, loss_of_model
 from fsdp2prof.estimators.models.model import Batch

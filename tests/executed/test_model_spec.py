@@ -12,11 +12,16 @@ from support.present import present
 from support.rotary import fill_rotary
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.catalog import (
+    BUILTIN_MODELS,
+    TransformerConfig,
+    configuration_of,
+    published_models,
+)
 from fsdp2prof.estimators.config.choices import Chunked
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.builtin import build_builtin
-from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS, TransformerConfig
 
 # As the model cards and papers publish them; Qwen's tied models without the duplicate head.
 PUBLISHED = {
@@ -46,11 +51,90 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen1.5-0.5b": 463_987_712,
+    "qwen1.5-1.8b": 1_836_828_672,
+    "qwen1.5-4b": 3_950_369_280,
+    "qwen1.5-7b": 7_721_324_544,
+    "qwen1.5-14b": 14_167_290_880,
+    "qwen1.5-32b": 32_512_218_112,
+    "qwen1.5-72b": 72_287_920_128,
+    "mistral-7b": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "ministral-8b": 8_019_808_256,
+    "mistral-nemo": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "mistral-large": 122_610_069_504,
+    "tinyllama-1.1b": 1_100_048_384,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "falcon3-1b": 1_669_408_768,
+    "falcon3-3b": 3_227_655_168,
+    "falcon3-7b": 7_455_550_464,
+    "falcon3-10b": 10_305_653_760,
+    "yi-6b": 6_061_035_520,
+    "yi-9b": 8_829_407_232,
+    "yi-34b": 34_388_917_248,
+    "deepseek-llm-7b": 6_910_365_696,
+    "deepseek-coder-1.3b": 1_346_471_936,
+    "deepseek-coder-6.7b": 6_740_512_768,
+    "deepseek-coder-33b": 33_342_991_360,
+    "seed-oss-36b": 36_151_104_512,
+    "codellama-7b": 6_738_546_688,
+    "codellama-34b": 33_743_970_304,
+    "internlm2_5-7b": 7_737_708_544,
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
 }
+
+BUILT_BY_TRANSFORMERS = {
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 4_300_079_472,
+    "gemma-3-12b": 12_187_325_040,
+    "gemma-3-27b": 27_432_406_640,
+    "phi-3-mini": 3_821_079_552,
+    "phi-3-medium": 13_960_238_080,
+    "phi-4": 14_659_507_200,
+    "phi-4-mini": 3_836_021_760,
+    "olmo-2-0425-1b": 1_484_916_736,
+    "olmo-2-1124-7b": 7_298_617_344,
+    "olmo-2-1124-13b": 13_716_198_400,
+    "olmo-2-0325-32b": 32_234_279_936,
+    "olmo-3-7b": 7_298_011_136,
+    "olmo-3-32b": 32_233_522_176,
+    "granite-3.1-2b": 2_533_531_648,
+    "granite-3.1-8b": 8_170_848_256,
+    "smollm3-3b": 3_075_098_624,
+    "glm-4.5-air": 106_852_245_504,
+    "pythia-1b": 1_011_781_632,
+    "pythia-6.9b": 6_857_302_016,
+    "qwen2.5-vl-3b": 3_754_622_976,
+    "qwen2.5-vl-7b": 8_292_166_656,
+    "qwen3-vl-8b": 8_767_123_696,
+    "c4ai-command-r": 34_980_831_232,
+}
+"""Of their safetensors files, text and images."""
+
+
+@pytest.mark.parametrize("name", sorted(published_models()))
+def test_models_of_transformers_have_the_published_parameters(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    known = configuration_of(name)
+    assert isinstance(known, dict)
+    if known["model_type"] not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {known['model_type']}")
+    model = build_model(ModelSpec(source=name), seq_len=128)
+    counted = sum(parameter.numel() for parameter in model.module.parameters())
+    assert counted == BUILT_BY_TRANSFORMERS.get(name, counted)
+    assert (model.name, len(model.blocks)) == (name, model.module.config.get_text_config().num_hidden_layers)
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN_MODELS))

@@ -38,6 +38,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp2prof.api import analyze_trace
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication import estimate_built, estimate_comm, scheduled_groups
+from fsdp2prof.estimators.config.catalog import (
+    BUILTIN_MODELS,
+    ExpertShape,
+    LatentShape,
+    TransformerConfig,
+)
 from fsdp2prof.estimators.config.inputs import make_spec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
@@ -51,12 +57,6 @@ from fsdp2prof.estimators.execution.fake_world import (
 )
 from fsdp2prof.estimators.execution.training import clip_gradients, exchange_tokens, shard
 from fsdp2prof.estimators.models.builtin import build_builtin
-from fsdp2prof.estimators.models.catalog import (
-    BUILTIN_MODELS,
-    ExpertShape,
-    LatentShape,
-    TransformerConfig,
-)
 from fsdp2prof.estimators.of_run.communication import estimate_comm_of_run
 from fsdp2prof.estimators.of_run.policy import values_of_run
 from fsdp2prof.estimators.sharding.groups import parameter_groups

@@ -14,9 +14,9 @@ import pytest
 import torch
 from support.scripts import load_script
 
+from fsdp2prof.estimators.config.catalog import BUILTIN_MODELS
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.execution.engine import execute
-from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS
 
 from .conftest import script_path, torchrun, training_environment
 

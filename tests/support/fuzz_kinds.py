@@ -23,6 +23,7 @@ from unit.test_bench import nccl_tests
 from unit.test_trainer_configs import EXPECTED as TRAINERS
 
 from fsdp2prof.analyzers.bench import bench_result
+from fsdp2prof.estimators.config.catalog import builtin_config
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.documents import parse_toml, parse_yaml
 from fsdp2prof.estimators.config.hardware import HardwareSpec, known_hardware
@@ -30,7 +31,6 @@ from fsdp2prof.estimators.config.inputs import EstimateSpec, load_config, make_s
 from fsdp2prof.estimators.config.measured import read_measured
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.trainers import read_trainer_files
-from fsdp2prof.estimators.models.catalog import builtin_config
 from fsdp2prof.estimators.simulate.program import Program
 from fsdp2prof.estimators.step import program_of, simulate_program
 from fsdp2prof.estimators.timeline.execution_trace import program_of_trace

@@ -9,10 +9,10 @@ import pytest
 from msgspec import structs
 
 from fsdp2prof.errors import InputError, ModelError
+from fsdp2prof.estimators.config.catalog import builtin_config
 from fsdp2prof.estimators.config.inputs import make_spec
 from fsdp2prof.estimators.config.stacks import with_stack
 from fsdp2prof.estimators.config.trainers import TrainerRun, read_trainer_files
-from fsdp2prof.estimators.models.catalog import builtin_config
 from fsdp2prof.workflows.estimate import describe
 
 TITAN = """

@@ -15,7 +15,7 @@ _MATRIX_DTYPES = {"bfloat16": "bf16", "float8_e4m3fn": "fp8"}
 
 @builds(ModelCatalog)
 def model_catalog_document(catalog: ModelCatalog) -> Document:
-    """List the built-in models."""
+    """List the known models."""
     columns = [
         c.text("name", "model"),
         c.number("parameters", "parameters\n10^9", lambda value: f"{value / 1e9:,.2f}"),
@@ -30,8 +30,14 @@ def model_catalog_document(catalog: ModelCatalog) -> Document:
         c.text("family"),
     ]
     note = "tied: head and embedding share one parameter"
-    table = c.table("models", "Models", columns, catalog.models, note=note, noun="model")
-    return _document("Built-in models", [table])
+    remarks = [
+        f"With transformers installed also: {', '.join(catalog.by_transformers)}.",
+        "Their Hugging Face ids are known, too; any other id is looked up in the Hugging Face cache here.",
+    ]
+    table = c.table(
+        "models", "Models", columns, catalog.models, note=note, remarks=remarks, noun="model", whole=True
+    )
+    return _document("Known models", [table])
 
 
 @builds(HardwareCatalog)

@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from support.interception import Interception
 from support.rotary import fill_rotary
 
+from fsdp2prof.estimators.config.catalog import ExpertShape, TransformerConfig
 from fsdp2prof.estimators.models.builtin import build_builtin
-from fsdp2prof.estimators.models.catalog import ExpertShape, TransformerConfig
 
 RANKS, EP, BATCH, SEQ_LEN = 4, 2, 2, 16
 EXPERTS = ExpertShape(count=8, top_k=2, ffn_dim=24, first=1, normalised=True)

@@ -25,13 +25,13 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from fsdp2prof.estimators.config.catalog import BUILTIN_MODELS, TransformerConfig
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.pipeline import Interleaved
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.training import build_optimizer, shard
 from fsdp2prof.estimators.models.build import build_model
-from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS, TransformerConfig
 from fsdp2prof.estimators.techniques.pipeline import stage_of
 from fsdp2prof.estimators.techniques.pipeline_order import stages_of_rank
 from fsdp2prof.storage_tracker import StorageTracker

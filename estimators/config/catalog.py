@@ -1,15 +1,19 @@
-"""The built-in models by name: published architectures, buildable without weights or downloads.
+"""The known models by name: published architectures, buildable without weights or downloads.
 
-This registry knows shapes only; :mod:`fsdp2prof.estimators.models.llama` and
-:mod:`fsdp2prof.estimators.models.builtin` hold the modules and import torch.
-The shapes are those of ``models.yaml``, with their sources.
+This registry knows shapes only: those of ``models.yaml`` are built in, those of ``hugging_face.yaml`` and of
+Hugging Face's cache are built by transformers. :mod:`fsdp2prof.estimators.models.llama` and
+:mod:`fsdp2prof.estimators.models.builtin` hold the built-in modules and import torch.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -137,7 +141,7 @@ class TransformerConfig:
 def _builtin_models() -> dict[str, TransformerConfig]:
     """Read ``models.yaml``; heads divide ``dim`` evenly unless ``head_dim`` is given."""
     found = {}
-    for series in packaged("fsdp2prof.estimators.models", "models.yaml", dict[str, _Series]).values():
+    for series in packaged("fsdp2prof.estimators.config", "models.yaml", dict[str, _Series]).values():
         for name, own in series.models.items():
             shape = {"name": name, **series.shared, **own}
             shape.setdefault("head_dim", shape["dim"] // shape["heads"])
@@ -164,31 +168,92 @@ _OF_HUGGING_FACE = {
     "deepseek-v3.1": "deepseek-v3-671b",
     "deepseek-v3": "deepseek-v3-671b",
     "deepseek-r1": "deepseek-v3-671b",
-    "moonlight-16b-a3b": "deepseek-v3-16b",
     "qwen2.5-math-": "qwen2.5-",
     "qwen2.5-coder-": "qwen2.5-",
     "qwen2.5-0.5b": "qwen2-0.5b",
     "qwen2.5-1.5b": "qwen2-1.5b",
+    "qwq-32b": "qwen2.5-32b",
+    "llama-3.1-nemotron-70b": "llama3.1-70b",
+    "hermes-3-llama-3.1-": "llama3.1-",
+    "vicuna-": "llama2-",
+    "mistral-7b-instruct-v0.3": "mistral-7b-v0.3",
+    "mathstral-7b": "mistral-7b-v0.3",
+    "zephyr-7b": "mistral-7b",
+    "phi-3-mini-4k": "phi-3-mini",
+    "phi-3-mini-128k": "phi-3-mini",
+    "phi-3.5-mini": "phi-3-mini",
+    "phi-3-medium-4k": "phi-3-medium",
+    "phi-3-medium-128k": "phi-3-medium",
+    "phi-4-reasoning": "phi-4",
+    "olmo-3-1025-": "olmo-3-",
+    "olmo-3-1125-": "olmo-3-",
+    "smollm-": "smollm2-",
+    "yi-1.5-": "yi-",
+    "deepseek-v2-lite": "deepseek-v3-16b",
+    "deepseek-coder-v2-lite": "deepseek-v3-16b",
 }
 """How names on Hugging Face begin -> how the built-in model of the same shape is named; the longest wins."""
 _VARIANT = re.compile(
-    r"-(?:instruct|base|chat|hf|it|thinking|original|fp8|bf16|distill|sft|dpo|\d{4}|v0\.\d|merge)$"
+    r"-(?:instruct|base|chat|hf|it|pt|thinking|original|python|preview|1m|fp8|bf16|distill|sft|dpo|alpha|beta|"
+    r"\d{4}|v[01]\.\d|merge|dequantized|unsloth|bnb-4bit|4bit|intermediate-step-\d+k-\dt)$"
 )
 """The text after the size in the name of a model of the same shape."""
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def named_on_hugging_face(name: str) -> str | None:
     """The built-in model of the shape of a Hugging Face id (``meta-llama/Llama-3.1-8B``), if there is one."""
+    return _same_shape(name, BUILTIN_MODELS)
+
+
+def _same_shape(name: str, known: Collection[str]) -> str | None:
+    """The known model of which a Hugging Face id names a variant."""
     short = name.rstrip("/").rpartition("/")[2].lower()
-    while short not in BUILTIN_MODELS and (shorter := _VARIANT.sub("", short)) != short:
+    while True:
+        for begins in sorted(_OF_HUGGING_FACE, key=len, reverse=True):
+            if short not in known and short.startswith(begins):
+                own = _OF_HUGGING_FACE[begins] + short[len(begins) :]
+                short = own if own in known else short
+        if short in known:
+            return short
+        if (shorter := _VARIANT.sub("", short)) == short:
+            return None
         short = shorter
-    if short in BUILTIN_MODELS:
-        return short
-    for begins in sorted(_OF_HUGGING_FACE, key=len, reverse=True):
-        if short.startswith(begins):
-            own = _OF_HUGGING_FACE[begins] + short[len(begins) :]
-            return own if own in BUILTIN_MODELS else None
-    return None
+
+
+@lru_cache
+def _published() -> dict[str, dict[str, Any]]:
+    """The configurations of ``hugging_face.yaml``, by name."""
+    all_series = packaged("fsdp2prof.estimators.config", "hugging_face.yaml", dict[str, _Series])
+    return {
+        name: series.shared | own for series in all_series.values() for name, own in series.models.items()
+    }
+
+
+def published_models() -> Collection[str]:
+    """Names of the models whose configuration is known and that transformers builds."""
+    return _published().keys()
+
+
+def configuration_of(name: str) -> dict[str, Any] | Path | None:
+    """The ``config.json`` of a model that is not built in: its values, or a file of Hugging Face's cache."""
+    if name in BUILTIN_MODELS or named_on_hugging_face(name) is not None:
+        return None
+    known = _same_shape(name, published_models())
+    return _cached(name) if known is None else {**_published()[known], "_name_or_path": name}
+
+
+def _cached(name: str) -> Path | None:
+    """The newest ``config.json`` of a Hugging Face id among the files that were downloaded before."""
+    if not _HUB_ID.fullmatch(name):
+        return None
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    folder = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{name.replace('/', '--')}"
+    try:
+        found = [(one.stat().st_mtime, one) for one in folder.glob("snapshots/*/config.json")]
+    except OSError:
+        return None
+    return max(found)[1] if found else None
 
 
 def builtin_config(name: str) -> TransformerConfig:
@@ -199,8 +264,8 @@ def builtin_config(name: str) -> TransformerConfig:
         return BUILTIN_MODELS[known]
     if "/" in name:
         raise ModelError(
-            f"{name!r} is not built in, and no folder of this machine: give --model its config.json, or a "
-            "built-in name (fsdp2prof inspect models)"
+            f"{name!r} is not a known model, nor a folder, nor in the Hugging Face cache of this machine: "
+            "give --model its config.json, or a known name (fsdp2prof inspect models)"
         )
     close = difflib.get_close_matches(name.lower(), BUILTIN_MODELS, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(BUILTIN_MODELS)}"
