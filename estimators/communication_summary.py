@@ -111,11 +111,12 @@ def _verdict(total: CommTotals, per_step: dict[str, CommTotals], folded: Sequenc
     parts = sorted(per_step.items(), key=lambda item: -item[1].wire_bytes)
     sent = [(op_label(op), format_frac(part.wire_frac)) for op, part in parts if _is_named(part)]
     most = max(folded, key=lambda row: row.wire_bytes)
-    share = format_frac(most.wire_bytes / total.wire_bytes)
+    share = most.wire_bytes / total.wire_bytes
+    part = "Most of it" if share > 1 / 2 else "The largest part"
     return [
         f"A rank sends {format_bytes(total.wire_bytes)} in a step: {', '.join(map(' '.join, sent))}.",
-        f"Most of it is the {op_label(most.op)} of {named_layer(most.fqn)} {in_phase(most.phase)}: "
-        f"{format_bytes(most.wire_bytes)} ({share}).",
+        f"{part} is the {op_label(most.op)} of {named_layer(most.fqn)} {in_phase(most.phase)}: "
+        f"{format_bytes(most.wire_bytes)} ({format_frac(share)}).",
     ]
 
 

@@ -146,6 +146,8 @@ def bound(ledger: Ledger, analysis: TraceAnalysis) -> str:
     else:
         then = f", then {second.title} ({format_ns(second.ns)})"
     beside = _costly(analysis) if first.cause == "compute" else ""
+    if first.cause == "allocation" and first.remedy is None:
+        beside = " A first step does that: record later ones to see what repeats."
     said = f"{format_ns(first.ns)} ({format_frac(first.frac)}){then}"
     return f"{part} of the {of} is {first.title}: {said}.{beside}"
 

@@ -102,8 +102,7 @@ def plan(
     from fsdp2prof.estimators.config.measured import Measured
     from fsdp2prof.estimators.planner.request import PlanRequest, parse_fixed
     from fsdp2prof.workflows.estimate import anchors_of
-    from fsdp2prof.workflows.plan import given_of, in_the_file
-    from fsdp2prof.workflows.plan import plan as make
+    from fsdp2prof.workflows.plan_description import given_of, in_the_file
 
     given = given_of(described)
     gpus, global_batch = given.gpus, global_batch or given.global_batch
@@ -121,6 +120,8 @@ def plan(
         raise UsageError(
             "--measured NAME=NUMBER describes the run of --from-config; add that, or give a file"
         )
+    from fsdp2prof.workflows.plan import plan as make
+
     with output.progress(f"planning {given.model.source} on {gpus:,} x {place.hardware}") as progress:
         notes: list[str] = []
         if known is not None:

@@ -143,6 +143,8 @@ class ConfigRead:
     """Keys without effect on an estimate: logging, data sets, learning rates."""
     not_known: list[str]
     """Keys unknown to the reader, from a fork or another version; they had no effect."""
+    misspelt: dict[str, str]
+    """Of the unknown keys those that resemble a key that no file gives -> that key."""
     notes: list[str]
     """Contradictions, sections without effect, and unmodelled features."""
     open: list[str]

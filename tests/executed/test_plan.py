@@ -61,7 +61,7 @@ from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.results.plan import Plan
 from fsdp2prof.workflows import plan as workflow
 from fsdp2prof.workflows.estimate import describe
-from fsdp2prof.workflows.plan import given_of, in_the_file
+from fsdp2prof.workflows.plan_description import given_of, in_the_file
 
 MIB = 1 << 20
 CLUSTER = Cluster(hardware=HardwareSpec.parse("h100"), network=NetworkSpec.parse("400gb-ib"))

@@ -139,6 +139,7 @@ def _result(run: Reading, paths: Sequence[Path]) -> TrainerRun:
         ],
         without_effect=harmless,
         not_known=unknown,
+        misspelt=run.misspelt(unknown),
         notes=run.notes,
         open=run.open,
     )

@@ -7,8 +7,10 @@ key, the trainer's own default applies, with the line of the trainer's code that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -20,6 +22,8 @@ from fsdp2prof.estimators.config.documents import packaged
 from fsdp2prof.estimators.config.pipeline import SCHEDULES, LayersPerStage
 from fsdp2prof.estimators.config.stacks import stack_named
 
+_RESEMBLES = 0.75
+"""Likeness of two names (``difflib``) from which one may be a misspelling of the other."""
 _SCHEDULES = {
     rule.torchtitan_name.lower(): f"{word}:2" if word in ("interleaved", "bfs", "zb1p") else word
     for word, rule in SCHEDULES.items()
@@ -250,10 +254,9 @@ class Reading:
         for name, size in sizes.items():
             others *= size if size >= 1 and name != "ep" else 1
         if rest and self.world_size is None:
-            raise ModelError(
-                f"{read[rest[0]].key} takes the ranks that the other dimensions leave: add --world-size, "
-                "the number of ranks"
-            )
+            found = read[rest[0]]
+            why = "" if found.is_absent else f", and {found.key} depends on it"
+            raise ModelError(f"the number of ranks is in no file{why}: add --world-size")
         if rest:
             assert self.world_size is not None
             if self.world_size % others:
@@ -380,6 +383,18 @@ class Reading:
         left = [key for key in self.values if key not in self._read]
         harmless = [key for key in left if any(fnmatchcase(key, one) for one in self.format.no_effect)]
         return harmless, [key for key in left if key not in set(harmless)]
+
+    def misspelt(self, unknown: Iterable[str]) -> dict[str, str]:
+        """Return unknown keys that resemble a key of the same section that is read and not given."""
+        absent: dict[str, list[str]] = defaultdict(list)
+        for section, _, name in (key.rpartition(".") for key in sorted(self._read - self.values.keys())):
+            absent[section].append(name)
+        meant = {}
+        for key in unknown:
+            section, dot, name = key.rpartition(".")
+            for close in get_close_matches(name, absent[section], n=1, cutoff=_RESEMBLES):
+                meant[key] = f"{section}{dot}{close}"
+        return meant
 
     def _row(self, option: str, value: Any, read: tuple[Value, ...]) -> None:
         for found in read:

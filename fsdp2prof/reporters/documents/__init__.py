@@ -46,12 +46,17 @@ def build(result: Any) -> Document:
     if kind not in BUILDERS and find_spec(name):
         import_module(name)
     document = BUILDERS[kind](result)
-    unread = getattr(getattr(result, "config", None), "not_known", ())
+    config = getattr(result, "config", None)
+    unread = getattr(config, "not_known", ())
+    typos = [
+        f"{key} is not a key that is read: did you mean {meant}?"
+        for key, meant in getattr(config, "misspelt", {}).items()
+    ]
     own = [*_unread(unread), *getattr(result, "warnings", ())]
     return replace(
         document,
         result=result,
-        verdict=document.verdict or getattr(result, "verdict", ()),
+        verdict=(*typos, *(document.verdict or getattr(result, "verdict", ()))),
         warnings=_of_several_ranks(document.warnings or own),
     )
 
