@@ -145,6 +145,7 @@ class Gate:
             return
         from fsdp2prof.analyzers.fail_on import judge
         from fsdp2prof.errors import ThresholdError
+        from fsdp2prof.results.ledger import PART
 
         outcomes = judge(self.conditions, result)
         self._write(outcomes, getattr(result, "verdict", []))
@@ -153,7 +154,8 @@ class Gate:
         if not click.get_current_context().params.get("quiet"):
             holds = "none fails" if any(outcome.excuse for outcome in outcomes) else "none holds"
             passed = f"passed: {plural(len(outcomes), 'condition')} tested, {holds}"
-            say("\n".join([passed, *(f"  {outcome}" for outcome in outcomes)]))
+            left_out = [line for line in getattr(result, "verdict", []) if line.startswith(PART)]
+            say("\n".join([passed, *(f"  {outcome}" for outcome in outcomes), *left_out]))
 
     def _write(self, outcomes: Sequence[Outcome], verdict: Sequence[str]) -> None:
         from fsdp2prof.errors import InputError

@@ -8,6 +8,8 @@ from typing import Literal
 from fsdp2prof.results.finding import EvidenceValue, Place, Severity
 
 NOTHING = "Nothing to fix was found"
+PART = "Not every rank is included"
+"""How the sentence begins that says which ranks a result leaves out."""
 """Beginning of the sentence for a run without a remedy to report."""
 
 GainBasis = Literal["replay", "bound", "estimate", "unknown"]

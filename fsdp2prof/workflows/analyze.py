@@ -263,7 +263,9 @@ def _summary(job: JobFiles) -> RunSummary:
 @no_garbage_collection()
 def _merged_traces(job: JobFiles, reduced: Sequence[Reduced], options: TraceOptions) -> TraceAnalysis:
     """Merge the analyses of the ranks' traces. Raises ``TraceError`` if none can be read."""
+    from fsdp2prof.analyzers.layers import numbered
     from fsdp2prof.analyzers.trace.analysis import References, merge
+    from fsdp2prof.results.ledger import PART
 
     traces = [one.trace for one in reduced if one.trace is not None]
     unreadable = [one.trace_unreadable for one in reduced if one.trace_unreadable is not None]
@@ -280,7 +282,15 @@ def _merged_traces(job: JobFiles, reduced: Sequence[Reduced], options: TraceOpti
         from fsdp2prof.analyzers.whatif.what_if import with_what_ifs
 
         result = with_what_ifs(result, programs, references.thresholds)
-    return replace(result, warnings=[*job.traces.warnings, *unreadable, *result.warnings])
+    verdict = result.verdict
+    if unreadable:
+        ranks = numbered("rank", [one.rank.rank for one in analyses])
+        verdict = [
+            f"{PART}: {len(unreadable)} of {len(reduced)} traces cannot be read, see Warnings; "
+            f"all times are of {ranks}.",
+            *verdict,
+        ]
+    return replace(result, verdict=verdict, warnings=[*job.traces.warnings, *unreadable, *result.warnings])
 
 
 def _merged_memory(found: Found, reduced: Sequence[Reduced]) -> MemoryAnalysis:
