@@ -22,7 +22,12 @@ from fsdp2prof.analyzers.compare.baseline import (
     sums_by_key,
     sums_of,
 )
-from fsdp2prof.analyzers.compare.communication import changes_of_sums, communication_changes, largest_first
+from fsdp2prof.analyzers.compare.communication import (
+    ALL_LAYERS,
+    changes_of_sums,
+    communication_changes,
+    largest_first,
+)
 from fsdp2prof.analyzers.compare.memory_peaks import compare_peaks
 from fsdp2prof.analyzers.compare.settings import changed, device_changes, fold_settings, setting_changes
 from fsdp2prof.analyzers.compare.times import (
@@ -377,7 +382,7 @@ def _baseline_warnings(path: str, before: Baseline, after_path: str, now: Baseli
             f"{', '.join(before.devices)} before, {', '.join(now.devices)} after: "
             "their times cannot be compared"
         )
-    return [*lines, *(f"{after_path}: {text}" for text in after.warnings)]
+    return [*lines, *_busy(after), *(f"{after_path}: {text}" for text in after.warnings)]
 
 
 _SAME = 0.0005
@@ -483,7 +488,9 @@ def _and(timed: list[CommChange]) -> str:
 
 
 def _collective(row: CommChange) -> str:
-    where = f"of {named_layer(row.fqn)}" if row.fqn is not None else "outside every layer"
+    where = "outside every layer" if row.fqn is None else f"of {named_layer(row.fqn)}"
+    if row.fqn == ALL_LAYERS:
+        where = f"of {ALL_LAYERS}"
     return f"{op_label(row.op)} {where} {in_phase(row.phase)}"
 
 

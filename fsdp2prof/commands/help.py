@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from inspect import signature
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import click
@@ -173,6 +174,15 @@ class Group(click.Group):
     """A group of such commands."""
 
     command_class = Command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; where its name is left out before a path, say which there are."""
+        if self.get_command(ctx, args[0]) is None and Path(args[0]).exists():
+            names = "|".join(self.list_commands(ctx))
+            raise click.UsageError(f"no command before {args[0]}: {ctx.command_path} {names}", ctx)
+        return super().resolve_command(ctx, args)
 
 
 _UNBROKEN = "\u2011"

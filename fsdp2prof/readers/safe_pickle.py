@@ -147,7 +147,7 @@ def _check(file: BinaryIO, plain: re.Pattern[bytes]) -> None:
         if len(buffer) - position < _LONGEST and (more := file.read(_CHUNK)):
             buffer, position, start = buffer[position:] + more, 0, start + position
         if position == len(buffer):
-            raise pickle.UnpicklingError("it ends before its end")
+            raise pickle.UnpicklingError("it ends before its end" if length else "the file is empty")
         match = plain.match(buffer, position)
         if match is not None:
             if match.end() > len(buffer) - _LONGEST and (more := file.read(_CHUNK)):

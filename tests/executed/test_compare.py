@@ -471,7 +471,7 @@ def test_a_predicted_step_kept_as_json_stands_above_a_recorded_one(tmp_path) -> 
 def test_documents_that_cannot_be_compared(tmp_path, capfd) -> None:
     kept = tmp_path / "old.json"
     kept.write_text(as_json(run_comparison()))
-    call(capfd, "compare", kept, kept).refused("a fsdp2prof.compare/1 document cannot be compared")
+    call(capfd, "compare", kept, kept).refused("a document of fsdp2prof.compare/1 cannot be compared")
     kept.write_text('{"schema": "fsdp2prof.trace/1", "ranks": 3}')
     call(capfd, "compare", kept, kept).refused("not a fsdp2prof.trace/1 document", "write it again")
     call(capfd, "compare", tmp_path / "nowhere", kept).refused("nowhere")

@@ -95,11 +95,15 @@ def open_run(path: str | Path) -> RunDirectory:
     """
     root = Path(path)
     if not root.exists():
-        raise RunDirectoryError(f"{root}: no such run directory; record with `fsdp2prof record -o {root}`")
+        raise RunDirectoryError(
+            f"{root}: no such run directory; record with `fsdp2prof record -o {root} -- COMMAND`"
+        )
     if not root.is_dir():
         raise RunDirectoryError(f"{root}: a file, not a run directory; give the folder `record -o` wrote")
     if not any(root.iterdir()):
-        raise RunDirectoryError(f"{root}: an empty folder; record with `fsdp2prof record -o {root}`")
+        raise RunDirectoryError(
+            f"{root}: an empty folder; record with `fsdp2prof record -o {root} -- COMMAND`"
+        )
     if not is_run_directory(root):
         raise RunDirectoryError(
             f"{root}: not a run directory: neither {RUN_FILE} nor a rank's manifest in it"

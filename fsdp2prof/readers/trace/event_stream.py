@@ -18,6 +18,7 @@ import msgspec
 from isal import isal_zlib
 
 from fsdp2prof.errors import TraceError
+from fsdp2prof.run_directory import RUN_FILE
 
 PIECE_BYTES = 1 << 19
 """Decompressed bytes decoded at a time: small enough for the decoded events to stay in the cache."""
@@ -120,7 +121,8 @@ def read_head(path: Path) -> bytes:
     ends_early: list[str] = []
     head, _, tail = _open_list(path, _first(path, _chunks(path, _HEAD_BYTES, ends_early), ends_early))
     if not head:
-        raise TraceError(f"{path}: not a trace: no traceEvents in it")
+        run = f"; {path.parent} is a run directory" if path.name == RUN_FILE else ""
+        raise TraceError(f"{path}: not a trace: no traceEvents in it{run}")
     return head + b"]" + (tail or b"}")
 
 

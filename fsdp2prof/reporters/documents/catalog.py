@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from fsdp2prof.reporters import columns as c
@@ -54,20 +55,22 @@ def hardware_catalog_document(catalog: HardwareCatalog) -> Document:
         ),
         c.text("achieved", "reached", lambda achieved: "published" if achieved else "assumed"),
         c.prose("aliases", "also", of=lambda one: ", ".join(one.aliases)),
-        c.prose("source"),
     ]
     networks = [
         c.text("name", "network"),
         c.gb_per_s("bytes_per_s", "GB/s\na NIC"),
         c.percent("achieved_frac", "reached\n%"),
-        c.prose("source"),
     ]
     note = "peaks; reached: share that large matrix products reach, published or assumed"
     tables = [
-        c.table("accelerators", "Accelerators", columns, catalog.accelerators, note=note, noun="accelerator"),
-        c.table("networks", "Networks", networks, catalog.networks, noun="network"),
+        c.table("accelerators", "Accelerators", columns, catalog.accelerators, note=note, whole=True),
+        c.table("networks", "Networks", networks, catalog.networks, whole=True),
     ]
-    return _document("Hardware", tables)
+    known = [*catalog.accelerators, *catalog.networks]
+    sources = c.table("sources", "Sources", [c.text("name"), c.prose("source")], known)
+    document = _document("Hardware", tables)
+    detail = Section(anchor="sources", title="Sources", blocks=[sources], detail=True)
+    return replace(document, sections=[*document.sections, detail])
 
 
 def _rate_of(dtype: str) -> Callable[[Any], float | None]:

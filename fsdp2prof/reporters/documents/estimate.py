@@ -458,6 +458,7 @@ def checkpoint_estimate_document(estimate: CheckpointEstimate) -> Document:
             ("  of the model alone", estimate.full_parameter_bytes, None, None),
         ],
         remarks=[f"Time at {show_gb_per_s(bandwidth)} GB/s for each rank that writes."] if bandwidth else [],
+        known=True,
     )
     return Document(
         title=f"Checkpoint of {estimate.model.name}",

@@ -139,8 +139,10 @@ def read_kept(path: Path) -> Kept | None:
     if schema is None:
         return None
     kind = _DOCUMENTS.get(schema)
+    if kind is None and schema == BASELINE_SCHEMA:
+        raise InputError(f"{path}: a baseline comes first: fsdp2prof compare {path} RUN")
     if kind is None:
-        raise InputError(f"{path}: a {schema} document cannot be compared; known: {', '.join(_DOCUMENTS)}")
+        raise InputError(f"{path}: a document of {schema} cannot be compared; known: {', '.join(_DOCUMENTS)}")
     try:
         content = path.read_bytes()
         check_numbers(content)
