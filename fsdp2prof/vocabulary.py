@@ -105,7 +105,7 @@ LANES = {
     "reduce_scatter": Word("reduce-scatter", colour=OPS["reduce_scatter"].colour),
     "all_reduce": Word("all-reduce", colour=OPS["all_reduce"].colour),
     "other_comm": Word("other comm.", colour=OPS["all_to_all"].colour),
-    "memcpy": Word("host copies", colour=BREAKDOWN_PARTS["exposed_memcpy"].colour),
+    "memcpy": Word("copies", colour=BREAKDOWN_PARTS["exposed_memcpy"].colour),
 }
 """Lanes of a rank in a timeline, from top to bottom."""
 

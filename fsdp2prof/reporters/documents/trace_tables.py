@@ -90,7 +90,7 @@ def breakdown_table(analysis: TraceAnalysis, predicted: bool) -> Table:
         columns,
         rows,
         every=None if rows == every else every,
-        note="ms; the communication and memcpy columns are exposed time",
+        note="ms; communication and memcpy: exposed; the causes count memcpy as compute or offload",
         noun="step",
         totals=[
             {"rank": "mean", "window_ns": totals.step_ns, **mean},

@@ -21,9 +21,10 @@ _GAINS = 0.0005
 def what_if_document(result: WhatIf) -> Document:
     """Show a change's gain."""
     gains, grounds = _tried(result.tried, _TITLE, asked=True)
+    of = " over all ranks" if len(result.ranks) > 1 else ""
     return Document(
         title=f"What if: {result.path}",
-        subtitle=f"{plural(len(result.ranks), 'rank')}, {plural(result.steps, 'step')}",
+        subtitle=f"{plural(len(result.ranks), 'rank')}, {plural(result.steps, 'traced step')}{of}",
         numbers=_numbers(result),
         sections=[
             Section(anchor="what_if", title=_TITLE, blocks=[*gains, *grounds]),
