@@ -298,10 +298,13 @@ def _gradients_kept(view: PreparedRecording) -> Iterator[Finding]:
 
 
 def _fragmented(result: RankMemory) -> Iterator[Finding]:
+    """Yield the free parts of segments at the end, as far as they raised the peak or a request failed."""
     found = result.fragmentation
     if found is None or found.expandable_segments:
         return
     split, reserved = found.inactive_split_bytes, found.reserved_bytes
+    if result.oom is None:
+        split = min(split, found.gap_at_peak_bytes)
     if split > _NOTABLE * reserved:
         amounts = {"inactive_split_bytes": split, "reserved_bytes": reserved}
         yield finding("fragmentation", amounts, severity=_severity(split, reserved), part=split / reserved)
