@@ -43,7 +43,7 @@ def memory_advice(ranks: Sequence[RankMemory]) -> list[str]:
     peak = ranks[0].peak
     lines = []
     held = [row for row in peak.layers if row.categories.get("unsharded_parameter")]
-    if any(row.fqn is not None for row in held):
+    if any(fqn is not None for row in held for fqn in row.fqns):
         held.sort(key=lambda row: -row.categories["unsharded_parameter"])
         lines.append(f"Unsharded at the peak: {_some([_layers(row) for row in held])}.")
     near = [other for other in peak.others if other.allocated_bytes >= _CLOSE * peak.allocated_bytes]

@@ -255,8 +255,9 @@ class CachingAllocator:
         unmapped = self._unmapped.setdefault((stream, small), [])
         candidate = next((start for block in unmapped if (start := _room(block, size)) is not None), None)
         if candidate is None:
-            candidate = Block(stream, self._next_address, _ADDRESS_SPACE_BYTES, small, mapped=False)
-            self._next_address += 2 * _ADDRESS_SPACE_BYTES
+            space = max(_ADDRESS_SPACE_BYTES, -(-size // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES)
+            candidate = Block(stream, self._next_address, space, small, mapped=False)
+            self._next_address += 2 * space
             self._heads.append(candidate)
             unmapped.append(candidate)
         if not candidate.mapped:
