@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import prod
 
 import msgspec
 
-from fsdp2prof.analyzers.layers import fold_names
+from fsdp2prof.analyzers.layers import fold_names, numbered
 from fsdp2prof.analyzers.ledger.machine_rules import processor_use
 from fsdp2prof.analyzers.ledger.replayed import that_fit, with_room
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, cost_frac
@@ -28,6 +29,7 @@ from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.results.trial import TrialResult
 from fsdp2prof.run_directory import RankRecord, RunDirectory
 from fsdp2prof.units import dtype_bytes, format_bytes, format_frac, format_ns, plural
+from fsdp2prof.vocabulary import quoted_error
 
 
 def summarize_run(run: RunDirectory) -> RunSummary:
@@ -271,8 +273,11 @@ def combine(
     ]
     findings.sort(key=lambda one: (SEVERITIES.index(one.severity), -cost_frac(one)))
     unseen = unrecorded_sentence(run.unrecorded_step) if trace is None else []
+    verdict = _verdict(trace, memory, findings, tight=tight) or unseen
+    if (memory is None or all(rank.oom is None for rank in memory.ranks)) and (crash := _crash(run)):
+        verdict = [crash, *(line for line in verdict if not line.startswith(NOTHING))][:_SENTENCES]
     return RunAnalysis(
-        verdict=_verdict(trace, memory, findings, tight=tight) or unseen,
+        verdict=verdict,
         run=run,
         trace=trace,
         memory=memory,
@@ -284,6 +289,27 @@ def combine(
         ],
         warnings=list(warnings),
     )
+
+
+_CONNECTION_LOST = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|communicator was aborted|remote process exited|watchdog",
+    re.I,
+)
+"""What a rank's exception says when another rank ended before it."""
+
+
+def _crash(run: RunSummary) -> str:
+    """Name the exception that ended the run: of a rank that did not only lose its connection to another."""
+    crashed = [rank for rank in run.ranks if rank.state == "crashed" and rank.error]
+    first = next((rank for rank in crashed if not _CONNECTION_LOST.search(rank.error or "")), None)
+    if first is None or first.error is None:
+        return ""
+    same = [rank.rank for rank in crashed if rank.error == first.error]
+    lost = sum(_CONNECTION_LOST.search(rank.error or "") is not None for rank in crashed)
+    then = f" {plural(lost, 'other rank')} then lost the connection." if lost else ""
+    error = quoted_error(first.error)
+    said = f"{numbered('rank', same)} crashed: {error}{'' if error.endswith(('.', '!', '?')) else '.'}{then}"
+    return said[0].upper() + said[1:]
 
 
 def with_trial(analysis: RunAnalysis, trial: TrialResult | None) -> RunAnalysis:

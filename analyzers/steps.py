@@ -188,9 +188,10 @@ def unrecorded_step(ranks: Iterable[Sequence[StepInfo | StepTime]]) -> Unrecorde
     traced: list[int] = []
     for steps in ranks:
         mine = [step.duration_ns for step in steps if step.kind == "plain"]
-        begins_plain = bool(steps) and steps[0].kind == "plain"
-        plain += mine[1:] if begins_plain and len(mine) > 1 else mine
-        traced += [step.duration_ns for step in steps if step.kind == "traced"]
+        recorded = [step.duration_ns for step in steps if step.kind == "traced"]
+        warms_up = bool(steps) and steps[0].kind == "plain" and (len(mine) > 1 or bool(recorded))
+        plain += mine[1:] if warms_up else mine
+        traced += recorded
     if not plain:
         return None
     lower, middle, upper = quantiles(plain, n=4, method="inclusive") if len(plain) > 1 else plain * 3

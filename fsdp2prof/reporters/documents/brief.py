@@ -214,7 +214,8 @@ def _bytes_of_fullest(peak: Peak, category: str) -> int | None:
 
 def _ranks(analysis: RunAnalysis) -> list[Section]:
     """Return the ranks that differ from the others: ended otherwise, late, fuller."""
-    lines = [_ended(rank) for rank in analysis.run.ranks if rank.state not in ("complete", "missing")]
+    said = ("complete", "missing", "crashed")  # the warnings have the exceptions
+    lines = [_ended(rank) for rank in analysis.run.ranks if rank.state not in said]
     lines += [] if analysis.trace is None else [*_late(analysis.trace), *_slowest(analysis.trace)]
     peaks = [] if analysis.memory is None else analysis.memory.ranks
     if peaks and peaks[0].peak.allocated_bytes > _ALIKE * peaks[-1].peak.allocated_bytes:
@@ -248,7 +249,7 @@ def _slowest(trace: TraceAnalysis) -> list[str]:
 
 def _ended(rank: RunRank) -> str:
     error = f": {quoted_error(rank.error)}" if rank.error else ""
-    return f"rank {rank.rank} {'crashed' if rank.state == 'crashed' else f'is {rank.state}'}{error}"
+    return f"rank {rank.rank} is {rank.state}{error}"
 
 
 _WORTH_MOST = 3
