@@ -26,6 +26,7 @@ from fsdp2prof.estimators.step import StepFigures, step_figures
 from fsdp2prof.estimators.techniques.pipeline import micro_batches_under_way
 from fsdp2prof.estimators.techniques.pipeline_order import neighbours_of
 from fsdp2prof.estimators.verdict.memory_fit import deciding
+from fsdp2prof.estimators.verdict.memory_range import PREDICTION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +49,8 @@ class EngineMemory:
     """The same at its high end."""
     depends_on: tuple[str, ...]
     """Names of the unknowns that decide where between the two."""
+    error_bytes: int
+    """By how much predictions of measured runs were too low, beyond the high end."""
 
 
 def check_memory(check: Check) -> EngineMemory:
@@ -69,6 +72,7 @@ def check_memory(check: Check) -> EngineMemory:
         total_low_bytes=filled - made.headroom_high_bytes,
         total_bytes=filled - made.headroom_bytes,
         depends_on=deciding(made.unknowns),
+        error_bytes=sum(one.high_bytes for one in made.unknowns if one.name == PREDICTION),
     )
 
 
@@ -112,6 +116,7 @@ def confirmed(candidate: Candidate, fast: Score, memory: EngineMemory, step: Ste
         total_low_bytes=memory.total_low_bytes,
         total_bytes=memory.total_bytes,
         depends_on=memory.depends_on,
+        error_bytes=memory.error_bytes,
         step_ns=step.step_ns,
         exposed_ns=step.exposed_ns,
         bubble_ns=step.bubble_ns,

@@ -376,7 +376,7 @@ def _verdict(plan: Plan, winner: Scored | None, best: Scored, request: PlanReque
         f"{point.name}: {point.tokens_per_s:,.0f} tokens/s, a step takes {format_ns(point.step_ns)}{mfu}.",
         f"It takes {format_bytes(point.total_low_bytes)} to {format_bytes(point.total_bytes)} of "
         f"{format_bytes(plan.given.device_total_bytes)} on each GPU, and {format_frac(point.exposed_frac)} "
-        f"of its step is exposed communication. {fit_sentence(room(winner, request))}",
+        f"of its step is exposed communication. {fit_sentence(room(winner, request), winner.error_bytes)}",
     ]
     others = [family for family in plan.families if family.best.name != point.name]
     if plan.simplest is not None:

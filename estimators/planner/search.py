@@ -216,6 +216,8 @@ class Scored:
     confirmed: bool = False
     depends_on: tuple[str, ...] = ()
     """Names of the unknowns that decide where between the two ends."""
+    error_bytes: int = 0
+    """By how much predictions of measured runs were too low, beyond the high end; 0 unless confirmed."""
 
     @property
     def range_fracs(self) -> tuple[float, float]:

@@ -126,13 +126,13 @@ def verdict(
         f"{format_bytes(peak.active_bytes)}{_active(peak, unknown)} of it is in use {place}."
     ]
     if room is None or room.fit == "fits" or not options:
-        fits = [] if room is None else [fit_sentence(room, unknown)]
+        fits = [] if room is None else [fit_sentence(room, *prediction_errors(unknown))]
         return [*lines, *fits, _filling(peak)]
     best = options[0]
     none = all(one.enough is False for one in options)
     alone = "; no listed change is enough alone" if none else ""
     least = f"The largest saving: {best.how}, up to {format_bytes(best.saves_bytes)}{alone}."
-    return [*lines, fit_sentence(room, unknown), least]
+    return [*lines, fit_sentence(room, *prediction_errors(unknown)), least]
 
 
 def _reserved(peak: PredictedPeak, unknown: Sequence[Unknown]) -> str:
@@ -159,21 +159,30 @@ def _active(peak: PredictedPeak, unknown: Sequence[Unknown]) -> str:
     return f" ({format_bytes(found[0])} to {format_bytes(found[1])})"
 
 
-def fit_sentence(room: Room, unknown: Sequence[Unknown] = ()) -> str:
+def prediction_errors(unknown: Sequence[Unknown]) -> tuple[int, int]:
+    """By how much predictions of measured runs were too low and too high, in bytes."""
+    found = [one for one in unknown if one.name == PREDICTION]
+    return sum(one.high_bytes for one in found), -sum(one.low_bytes for one in found)
+
+
+def fit_sentence(room: Room, too_low: int, too_high: int = 0) -> str:
     """Say whether a peak fits, does not, or depends, and by how much.
 
-    It is probable where predictions of measured runs erred by more than what is left or missing.
+    It is probable where predictions of measured runs erred by more than what is left or missing; so many
+    bytes were they too low, and too high.
     """
-    errors = [(one.low_bytes, one.high_bytes) for one in unknown if one.name == PREDICTION]
-    too_high, too_low = -sum(low for low, _ in errors), sum(high for _, high in errors)
     device = f"{room.device} ({format_bytes(room.total_bytes)})"
     least, most = format_bytes(abs(room.least_bytes)), format_bytes(abs(room.most_bytes))
     if room.fit == "fits":
-        counted = _listed(room.depends_on)
-        left = f"fits on {device}: at least {least} is left, with {counted} at their highest"
         if room.least_bytes >= too_low:
-            return f"It {left}."
-        return f"It probably {left}; predictions of measured runs were up to {format_bytes(too_low)} too low."
+            counted = _listed([*room.depends_on, *(["the prediction's error"] if too_low else [])])
+            sure = format_bytes(room.least_bytes - too_low)
+            return f"It fits on {device}: at least {sure} is left, with {counted} at their highest."
+        counted, wrong = _listed(room.depends_on), format_bytes(too_low)
+        return (
+            f"It probably fits on {device}: {least} is left, with {counted} at their highest; "
+            f"predictions of measured runs were up to {wrong} too low."
+        )
     if room.fit == "depends":
         return (
             f"Whether it fits on {device} depends on {_listed(room.depends_on)}: "

@@ -54,7 +54,7 @@ from fsdp2prof.estimators.simulate import micro_batches
 from fsdp2prof.estimators.simulate.program import Work
 from fsdp2prof.estimators.step import StepFigures, estimate_step, step_figures
 from fsdp2prof.estimators.timeline.costs import kernel_ns
-from fsdp2prof.estimators.verdict.memory_fit import fit_sentence, room_on
+from fsdp2prof.estimators.verdict.memory_fit import fit_sentence, prediction_errors, room_on
 from fsdp2prof.reporters.document import Table
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
@@ -110,7 +110,7 @@ def test_the_winner_put_back_into_the_estimates_gives_the_same_numbers(
     )
     assert left is not None
     assert plan.winner.fit == left.fit == "fits"
-    assert plan.verdict[1].endswith(fit_sentence(left))
+    assert plan.verdict[1].endswith(fit_sentence(left, *prediction_errors(memory.unknowns)))
     assert plan.winner.step_ns == step.step_ns
     assert plan.winner.tokens_per_s_per_gpu == pytest.approx(step.tokens_per_s_per_gpu)
 
@@ -129,7 +129,9 @@ def test_what_may_not_fit_wins_only_where_nothing_surely_does(planning: Planning
         "depends",
         "does_not_fit",
     )
-    assert fit_sentence(room(depends, SMALL)).startswith(f"Whether it fits on {NODE.hardware.name} with 10%")
+    assert fit_sentence(room(depends, SMALL), 0).startswith(
+        f"Whether it fits on {NODE.hardware.name} with 10%"
+    )
 
 
 def test_the_commands_to_paste_are_the_winner(plan: Plan, capfd: pytest.CaptureFixture[str]) -> None:
@@ -568,7 +570,9 @@ class Prefetching:
     def _one(self, function: Any, policy: PolicySpec) -> Any:
         self.ran.append(f"{function.__name__} {policy.forward_prefetch} {policy.backward_prefetch}")
         if function is check_memory:
-            return EngineMemory(reserved_bytes=1, total_low_bytes=1, total_bytes=1, depends_on=())
+            return EngineMemory(
+                reserved_bytes=1, total_low_bytes=1, total_bytes=1, depends_on=(), error_bytes=0
+            )
         if policy.backward_prefetch:
             return ModelError("refused")
         step_ns = 900 if policy.forward_prefetch == 2 else 1100

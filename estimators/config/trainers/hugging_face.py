@@ -171,10 +171,10 @@ def read_accelerate_fsdp(run: Reading, *sections: str) -> None:
     if version.value is None and asked.value:
         version = Value("fsdp_config.version", 2, "transformers/training_args.py:2826", given=False)
     if version.value is None or version.number(1) < 2:
-        said = "absent, which is 1" if version.value is None else str(version.value)
+        said = "an absent version" if version.value is None else str(version.value)
         run.refuse(
             Value("fsdp_version", version.value, version.source or "fsdp_config"),
-            f"it is {said}: FSDP1, which is not modelled; as FSDP2: --override {sections[0]}.fsdp_version=2",
+            f"{said} is FSDP1, which is not modelled; for FSDP2 add --override {sections[0]}.fsdp_version=2",
         )
     run.get(f"{sections[0]}.fsdp_version")
     run.says("FSDP", "fully_shard", version)

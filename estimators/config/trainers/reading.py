@@ -273,7 +273,8 @@ class Reading:
         for name, size in sizes.items():
             total *= size if name != "ep" else 1
         if self.world_size is not None and total != self.world_size:
-            self.notes.append(f"the mesh has {total} ranks, and {self.world_size} are given")
+            keys = ", ".join(found.key for found in read.values() if found.given)
+            raise ModelError(f"{keys}: a mesh of {total} ranks, and the world has {self.world_size}")
 
     def set_world(self, read: Value, ranks_of_one: int = 1) -> None:
         """Take the world size from a file; ``--world-size`` goes first, and a difference is said."""

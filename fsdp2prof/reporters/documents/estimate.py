@@ -325,7 +325,7 @@ def _tried(estimate: MemoryEstimate) -> list[Section]:
             c.sized("headroom_bytes", "left", unit="all"),
         ],
         sorted(estimate.tried, key=lambda one: not one.fits),
-        note="each estimated like the run itself; left: with context and communicators at their highest",
+        note="each estimated like the run itself; left: with all but the prediction's error at its highest",
         remarks=[] if any(one.fits for one in estimate.tried) else estimate.advice,
     )
     return [Section(anchor="tried", title=title, blocks=[table])]
