@@ -62,6 +62,11 @@ def estimate_checkpoint(
         for rank, of_rank in ((0, state.first), (mesh.fsdp_size - 1, state.last))
     )
     largest, least = -(-largest // mesh.dp_replicate), least // mesh.dp_replicate
+    adapters = []
+    if policy.lora is not None:
+        trained = sum(p.numel * dtype_bytes(p.dtype) for p in parameters if p.requires_grad)
+        alone = format_bytes(trained + state.full)
+        adapters = [f"The adapters and their states alone, which most trainers save, are {alone}."]
     bandwidth = bandwidth_bytes_per_s
     seconds = None if bandwidth is None else (largest / bandwidth, full_bytes / bandwidth)
     return CheckpointEstimate(
@@ -80,7 +85,7 @@ def estimate_checkpoint(
         sharded_seconds=seconds and seconds[0],
         full_seconds=seconds and seconds[1],
         bandwidth_bytes_per_s=bandwidth,
-        verdict=_verdict(sharded_bytes, full_bytes, largest, mesh.world_size, seconds),
+        verdict=[*_verdict(sharded_bytes, full_bytes, largest, mesh.world_size, seconds), *adapters],
         assumptions=[
             "parameters and optimizer state only: no buffers, no headers (about a kilobyte per tensor)",
             "padding is not saved; each rank writes one file, replicas share the work evenly",

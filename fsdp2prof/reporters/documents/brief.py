@@ -176,7 +176,7 @@ def _peak(analysis: MemoryAnalysis) -> list[Section]:
             c.name("line", "most allocated at", of=lambda row: _line(peak, row.category)[0]),
             c.size("line_bytes", "bytes", of=lambda row: _line(peak, row.category)[1]),
         ]
-    columns = [c.category(), c.size("bytes"), c.percent("frac"), *holder]
+    columns = [c.category(), c.size("bytes"), c.percent("frac"), *(holder if analysis.focus is None else [])]
     where = f"in {peak.phase}" if peak.fqn is None else f"in {peak.phase} of {peak.fqn or 'the root'}"
     table = c.table(
         "by_category",

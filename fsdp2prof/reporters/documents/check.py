@@ -203,13 +203,13 @@ def balance_document(check: BalanceCheck) -> Document:
 def _balanced_ranks(check: BalanceCheck) -> Table:
     columns = [
         c.number("rank"),
-        c.ms("busy_ns", "busy\nms"),
+        c.ms("busy_ns", "own work\nms"),
         c.ms("behind_ns", "behind\nms"),
         c.number("slowest_steps", "slowest\nin steps"),
         c.mean("tokens", "tokens"),
         c.mean("computed_tokens", "with\npadding"),
     ]
-    note = "mean per step, the busiest first"
+    note = "mean per step; own work: the step without waiting for communication, idle time included"
     return c.table("ranks", "Ranks", columns, check.ranks, note=note, limit=_ROWS, noun="rank")
 
 
@@ -217,8 +217,8 @@ def _balanced_steps(check: BalanceCheck) -> Table:
     columns = [
         c.number("step"),
         c.ms("duration_ns", "takes\nms"),
-        c.ms("mean_busy_ns", "mean busy\nms"),
-        c.ms("max_busy_ns", "most busy\nms"),
+        c.ms("mean_busy_ns", "mean own\nwork ms"),
+        c.ms("max_busy_ns", "most own\nwork ms"),
         c.ms("lost_ns", "lost\nms"),
         c.number("slowest_rank", "by\nrank"),
         c.mean("mean_tokens", "mean\ntokens"),

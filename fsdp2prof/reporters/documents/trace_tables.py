@@ -233,8 +233,8 @@ def layer_table(analysis: TraceAnalysis) -> Table:
 
 
 def counted(analysis: TraceAnalysis) -> list[str]:
-    """Say how the step's causes count the communication by layer."""
-    ledger = analysis.ledger
+    """Say how the step's causes count the communication by layer; nothing beside a filtered table."""
+    ledger = analysis.ledger if analysis.focus is None else None
     return [ledger.collectives] if ledger is not None and ledger.collectives else []
 
 
