@@ -71,7 +71,7 @@ def _require(what: str, chosen: Collection[int] | None, here: Iterable[int]) -> 
     absent = sorted(set(chosen or ()) - (found := set(here)))
     if absent:
         there = ", ".join(map(str, sorted(found)[:_NAMED])) + (", ..." if len(found) > _NAMED else "")
-        raise UsageError(f"--{what} {absent[0]}: no such {what} was analysed; there is {there or 'none'}")
+        raise UsageError(f"no {what} {absent[0]} was analysed; there is {there or 'none'}")
 
 
 def _layers(part: TraceAnalysis | MemoryAnalysis) -> list[str | None]:

@@ -70,6 +70,10 @@ class Changed:
         )
 
 
+TOGETHER = "together"
+"""Name of several changes made at once, whose value is their texts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """One change, as it is written on the command line (``forward_prefetch=2``, ``without host_syncs``)."""
@@ -84,6 +88,8 @@ class Change:
     @property
     def text(self) -> str:
         """As it is written on the command line."""
+        if self.name == TOGETHER:
+            return self.value
         return f"{self.name}={self.value}" if self.name != "without" else f"without {self.value}"
 
 

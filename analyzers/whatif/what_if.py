@@ -18,6 +18,7 @@ from fsdp2prof.analyzers.trace.analysis import RankAnalysis, analyze_trace, merg
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.analyzers.whatif.changes import (
     OTHER_HARDWARE,
+    TOGETHER,
     Change,
     Changed,
     NotApplicableError,
@@ -190,7 +191,7 @@ def _together(changes: Sequence[Change]) -> Change:
         return changed
 
     return Change(
-        "together", ", ".join(one.text for one in changes), " and ".join(one.what for one in changes), apply
+        TOGETHER, ", ".join(one.text for one in changes), " and ".join(one.what for one in changes), apply
     )
 
 

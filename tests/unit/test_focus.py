@@ -81,8 +81,8 @@ def test_a_run_is_narrowed_in_both_its_parts() -> None:
     ("wanted", "said"),
     [
         (focus(layers=["decoder.*"]), "--layer decoder.*: no layer has such a name; there is layers.0"),
-        (focus(ranks=[0, 7]), "--rank 7: no such rank was analysed; there is 0, 1"),
-        (focus(steps=[9]), "--step 9: no such step was analysed; there is 3, 4"),
+        (focus(ranks=[0, 7]), "no rank 7 was analysed; there is 0, 1"),
+        (focus(steps=[9]), "no step 9 was analysed; there is 3, 4"),
     ],
 )
 def test_what_is_not_there_is_named_beside_what_is(wanted: Focus, said: str) -> None:

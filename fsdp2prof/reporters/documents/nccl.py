@@ -16,6 +16,7 @@ _RANKS = 16
 @builds(NcclAnalysis)
 def nccl_document(found: NcclAnalysis) -> Document:
     """Show the content of NCCL's files for a job."""
+    said = " ".join(found.verdict)
     return Document(
         title="NCCL logs",
         numbers=[
@@ -23,7 +24,7 @@ def nccl_document(found: NcclAnalysis) -> Document:
             KeyFigure(value=str(found.logged), label="processes with a log"),
         ],
         sections=[
-            *findings_section(found.findings, []),
+            *findings_section([one for one in found.findings if one.message not in said]),
             *c.section("communicators", "Communicators", *_communicators(found)),
             *c.section("collectives", "Collectives", _collectives(found)),
             *c.section("ranks", "Ranks", _ranks(found)),

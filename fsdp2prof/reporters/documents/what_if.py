@@ -67,7 +67,7 @@ def _tried(tried: Sequence[WhatIfChange], title: str, *, asked: bool) -> tuple[l
     blocks: list[Block] = []
     grounds: list[Block] = []
     if settings:
-        blocks.append(_table(settings, applied, title))
+        blocks.append(_table(settings, applied, title if gains else "Replayed changes"))
     if hardware:
         blocks.append(
             Sentences(
@@ -78,7 +78,8 @@ def _tried(tried: Sequence[WhatIfChange], title: str, *, asked: bool) -> tuple[l
         )
     if without:
         blocks.append(Sentences(title="Without a gain", lines=[", ".join(without)], style="list"))
-    notes = list(dict.fromkeys(f"{row.change}: {note}" for row in applied for note in row.assumptions))
+    shown = [*settings, *hardware]
+    notes = list(dict.fromkeys(f"{row.change}: {note}" for row in shown for note in row.assumptions))
     if notes:
         grounds.append(Sentences(title="Assumed", lines=notes, style="list"))
     if others:
