@@ -10,6 +10,7 @@ from importlib import import_module
 import click
 
 from fsdp2prof import __version__
+from fsdp2prof.commands.help import Group
 from fsdp2prof.commands.messages import open_streams, say
 from fsdp2prof.errors import Fsdp2ProfError
 
@@ -63,7 +64,7 @@ _VERBS = {
 _ALIASES = {"analyse": "analyze"}
 
 
-class _Registry(click.Group):
+class _Registry(Group):
     """A group whose verbs are imported on use, so that ``--help`` stays instant."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

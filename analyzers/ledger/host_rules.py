@@ -35,6 +35,8 @@ LOADING = "loading"
 """Why the training's own process works for a batch."""
 _OBJECTS = re.compile(r"(?:all_gather|gather|broadcast|scatter)_object(?:_list)?\(\) \(")
 """Lines that exchange Python objects."""
+_OPERATOR = re.compile(r"::|(?:Function|Backward\d*)$")
+"""Names of operators and of custom autograd functions, which the model runs."""
 RUNS_AUTOGRAD = re.compile(r"Backward\d*$|^backward\(\) \(")
 """Names of autograd's nodes (``MmBackward0``, FSDP2's ``RegisterPostBackwardFunctionBackward``), and a line
 of the script that starts it."""
@@ -255,7 +257,7 @@ def _pauses(book: Book) -> None:
         place = work if phase == "other" else f"{work}, {where}"
     if site and _OBJECTS.match(site) and not alone:
         key = "host_pause/objects"
-    elif site and "::" in site and not in_script:
+    elif site and _OPERATOR.search(site) and not in_script:
         key = "host_pause/operator"
     elif not in_script and book.traced == {0}:
         key = "host_pause/first_step"

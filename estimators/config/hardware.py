@@ -480,6 +480,8 @@ def _named(text: str, known: dict[str, _Spec], what: str, more: str = "") -> _Sp
         return found
     close = difflib.get_close_matches(text.lower(), known, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(known)}"
+    if text.isdigit() and more:
+        hint, more = f"did you mean {text}GiB?", ""
     raise ModelError(f"unknown {what} {text!r}: {hint}{more}")
 
 

@@ -4,6 +4,7 @@ options."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
 from pathlib import Path
@@ -178,10 +179,17 @@ class Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; where its name is left out before a path, say which there are."""
-        if self.get_command(ctx, args[0]) is None and Path(args[0]).exists():
-            names = "|".join(self.list_commands(ctx))
-            raise click.UsageError(f"no command before {args[0]}: {ctx.command_path} {names}", ctx)
+        """Find the command; where its name is left out before a path, or misspelt, say which there are."""
+        if self.get_command(ctx, args[0]) is None:
+            names = self.list_commands(ctx)
+            close = get_close_matches(args[0], names, n=2) or [
+                name for name in names if args[0].startswith(name)
+            ]
+            if close:
+                raise click.UsageError(f"no command {args[0]!r}: did you mean {' or '.join(close)}?", ctx)
+            if Path(args[0]).exists():
+                said = f"no command before {args[0]}: {ctx.command_path} {'|'.join(names)}"
+                raise click.UsageError(said, ctx)
         return super().resolve_command(ctx, args)
 
 

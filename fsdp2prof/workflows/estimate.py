@@ -283,7 +283,10 @@ def _refuse_beside_a_command(given: Mapping[str, Any], word: str) -> None:
     idle = [name for name in given if given[name] is not None and name not in ("world_size", "hardware")]
     if idle:
         name = idle[0] if idle[0].startswith("-") else f"--{idle[0].replace('_', '-')}"
-        raise UsageError(f"{name} would have no effect: {word!r} is read as a command, which runs unchanged")
+        raise UsageError(
+            f"{name} would have no effect: {word!r} is read as a command, which runs unchanged; "
+            f"a model is given with --model {word}"
+        )
 
 
 def _micro_batches(policy: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,6 +72,7 @@ def test_the_optimizer_on_the_host_takes_what_its_bytes_take(implementation: str
     assert ledger is not None
     assert ledger.step_ns == on_host.step_ns
     assert ledger.entries[0].cause == "offload"
+    assert "host_pause" not in {entry.cause for entry in ledger.entries}, "clipping is part of the update"
     assert ledger.entries[0].ns == pytest.approx(seconds * 1e9, rel=0.1, abs=copies * 1e9)
     assert on_host.range.low_ns < on_host.step_ns < on_host.range.high_ns
     assert any("OMP_NUM_THREADS" in line for line in on_host.range.unknown)

@@ -24,6 +24,7 @@ from support.cli import call
 from synthetic import Schedule, record, transformer, write_run
 
 from fsdp2prof.manifest import RankManifest, RunInfo
+from fsdp2prof.results.ledger import PART
 from fsdp2prof.run_directory import MANIFEST_FILE, RUN_FILE, TRACE_FILE, rank_folder
 
 BREAKDOWN = [
@@ -352,6 +353,17 @@ class TestBadInput:
         file = tmp_path / "cut.json.gz"
         file.write_bytes((traces / "rank0_trace.json.gz").read_bytes()[:60])
         call(capfd, "analyze", "trace", file).refused("cut.json.gz")
+
+    def test_a_trace_that_cannot_be_read_is_said_first_and_beside_a_gate_that_passes(
+        self, capfd: pytest.CaptureFixture[str], traces: Path, tmp_path: Path
+    ) -> None:
+        for file in traces.iterdir():
+            content = file.read_bytes()
+            cut = len(content) // 2 if file.name.startswith("rank1") else None
+            (tmp_path / file.name).write_bytes(content[:cut])
+        told = call(capfd, "analyze", "trace", tmp_path, "--fail-on", "exposed_frac>1")
+        assert told.out.splitlines()[1].startswith(PART)
+        assert PART in told.err
 
     @pytest.mark.parametrize(
         "content",

@@ -115,6 +115,14 @@ def test_expandable_segments_grow_small_pools_by_2_mib_pages() -> None:
     assert allocator.reserved_bytes == 4 * MIB
 
 
+def test_a_request_may_be_larger_than_an_expandable_segment() -> None:
+    allocator = expandable()
+    huge = 30 << 40
+    allocator.free(allocator.malloc(huge))
+    allocator.malloc(MIB)
+    assert allocator.peak_reserved_bytes >= huge
+
+
 def test_expandable_segments_reuse_a_hole_that_fits_and_grow_from_the_free_end() -> None:
     allocator = expandable()
     first = allocator.malloc(100 * MIB)

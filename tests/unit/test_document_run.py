@@ -50,6 +50,21 @@ def test_findings_of_both_the_most_severe_first_and_what_to_try_of_the_first() -
     assert notes(tight) == [*trace.advice, *memory.advice]
 
 
+def test_the_exception_that_ended_a_run_comes_first() -> None:
+    one, two, *others = run_summary().ranks
+    lost = "RuntimeError: [tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:13724"
+    ended = [
+        replace(one, state="crashed", error=lost),
+        replace(two, state="crashed", error="ValueError: bad"),
+    ]
+    quiet = replace(trace_analysis(), findings=[], verdict=[f"{NOTHING}.", "A step takes 3 ms."])
+    run = combine(replace(run_summary(), ranks=[*ended, *others]), quiet, memory_analysis())
+    said = f"Rank {two.rank} crashed: ValueError: bad. 1 other rank then lost the connection."
+    assert run.verdict[:2] == [said, "A step takes 3 ms."]
+    only_lost = combine(replace(run_summary(), ranks=[ended[0], two, *others]), quiet, memory_analysis())
+    assert only_lost.verdict[0] == f"{NOTHING}.", "why is not known"
+
+
 def test_the_peak_is_told_where_there_is_nothing_to_try() -> None:
     trace = replace(trace_analysis(), findings=[], verdict=trace_analysis().verdict[:2])
     memory = replace(memory_analysis(), findings=[], verdict=["a", "b", "c"])

@@ -32,7 +32,7 @@ def test_dtypes_have_short_names():
         ({}, True),
         ({"stack": "transformers-2026"}, True),
         ({"stack": "torchtitan-2026-02"}, False),  # cudnn
-        ({"stack": "torchtitan-2026-08"}, False),  # flash
+        ({"stack": "torchtitan-2026-08"}, True),  # flex
         ({"policy": {"attention": "flash"}}, False),
         ({"policy": {"attention": "math"}}, False),
         ({"policy": {"torch": "2.9"}}, False),

@@ -426,8 +426,8 @@ KEPT = "model.backend.enable_fsdp_optimizations: true"
         (AXOLOTL + "liger_cross_entropy: true", "loss", "in-place"),
         (AXOLOTL + "unfrozen_parameters: [model.embed_tokens, lm_head$]", "trainable", EMBEDDINGS),
         (AXOLOTL + "adapter: lora\nlora_r: 8\nlora_target_linear: true", "lora", "r=8,targets=all-linear?"),
-        (AXOLOTL + "tensor_parallel_size: 2", "sequence_parallel", False),
-        (AXOLOTL + "tensor_parallel_size: 2", "loss_parallel", False),
+        (AXOLOTL.replace(": 8", ": 4") + "tensor_parallel_size: 2", "sequence_parallel", False),
+        (AXOLOTL.replace(": 8", ": 4") + "tensor_parallel_size: 2", "loss_parallel", False),
         (AXOLOTL, "sequence_parallel", None),
         (NEMO + "distributed: {tp_size: 2}", "sequence_parallel", False),
         (NEMO + "distributed: {tp_size: 2, sequence_parallel: true}", "sequence_parallel", None),
@@ -945,9 +945,13 @@ def test_names_of_hugging_face_are_known(name: str, known: str) -> None:
     assert builtin_config(name).name == known
 
 
-def test_a_model_that_is_not_known_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="not built in, and no folder of this machine: give --model its"):
-        builtin_config("google/gemma-3-27b-it")
+def test_a_misspelt_key_is_named_beside_the_key_that_is_read(tmp_path: Path) -> None:
+    text = TITAN.replace("seq_len", "seq_lenght").replace("local_batch_size", "local_batchsize")
+    run = read(tmp_path, ("t.toml", text), world_size=8)
+    assert run.read.misspelt == {
+        "training.seq_lenght": "training.seq_len",
+        "training.local_batchsize": "training.local_batch_size",
+    }
 
 
 def test_a_section_that_no_converter_names_and_a_file_of_deepspeed_are_said(tmp_path: Path) -> None:

@@ -58,6 +58,10 @@ def test_a_first_step_counts_where_nothing_else_is_known() -> None:
     assert added_ns(None) == 0
 
 
+def test_a_first_step_does_not_count_beside_traced_ones() -> None:
+    assert unrecorded_step([steps(2000, traced=30)]) is None
+
+
 def test_a_plain_step_after_the_recorded_ones_is_no_first_step() -> None:
     recorded_from_the_start = [*steps(traced=90), *steps(40, 60)]
     assert measured(recorded_from_the_start).steps == 2

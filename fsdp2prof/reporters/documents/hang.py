@@ -21,7 +21,7 @@ _UNKNOWN = "unknown"
 _CAUSES = {
     "mismatch": "ranks differ",
     "not_come": "ranks are missing",
-    "no_dump": "ranks left no dump",
+    "no_dump": "ranks without a dump",
     "order": "ranks wait for each other",
     "inside": "issued by all ranks, not finished",
     "crashed": "ranks crashed",
