@@ -145,7 +145,7 @@ def config_section(config: ConfigRead | None) -> list[Section]:
             c.name("source", "from"),
         ],
         sorted(config.rows, key=lambda row: not row.given),
-        note=f"keys of the files first, then the trainer's defaults; stack {config.stack}",
+        note=f"in brackets: the version whose keys are known; estimated as stack {config.stack}",
     )
     unused = {
         "not known to this reader, no effect": config.not_known,
