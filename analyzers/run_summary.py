@@ -228,6 +228,8 @@ _SAID_BY_LEDGER = {"root_only": "wrapping_too_coarse", "not_optimized": "backwar
 """Setup findings that the ledger reports with their cost."""
 _MEASURED = frozenset({"wrapping_too_fine", "root_holds_most"})
 """Setup findings whose cost the ledger measures; it reports them itself unless the cost is too small."""
+_OF_A_DEVICE = frozenset({"streams_not_shared"})
+"""Setup findings about streams, which a CPU does not have."""
 _NOT_HERE = frozenset({"nothing_sharded", "ranks_missing"})
 """Findings of ``check`` about a recording that is not complete, which the ranks' table shows."""
 
@@ -266,6 +268,8 @@ def combine(
     if trace is not None and trace.ledger is not None:
         ledger = trace.ledger
         setup = [one for one in setup if one.id not in _MEASURED and not _is_fast(one, ledger)]
+    if trace is not None and all(rank.device_type == "cpu" for rank in trace.ranks):
+        setup = [one for one in setup if one.id not in _OF_A_DEVICE]
     findings = [
         *(one for one in setup if _belongs(one, told)),
         *(trace.findings if trace else ()),
