@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from fsdp2prof.estimators.config.catalog import TransformerConfig
@@ -77,12 +78,14 @@ class BuiltinPlan:
     """Modules that another pipeline stage holds."""
     experts_apart: bool = False
     """Expert parallelism deals the experts out: each is whole, and the ranks share the tokens."""
+    adapted: bool = False
+    """Low-rank adapters beside its layers are divided, too."""
 
     @property
     def is_analysed(self) -> bool:
         """Whether its collectives are known by formula."""
         config = self.config
-        return not (config.experts or config.latent or config.sinks)
+        return not (config.experts or config.latent or config.sinks or self.adapted)
 
     def divides_sequence(self, sequence_parallel: bool | None) -> bool:
         """Whether norms and residuals are divided by sequence: true unless switched off."""
@@ -129,7 +132,8 @@ class BuiltinPlan:
 
         hidden = _hidden(self.divides_sequence(sequence_parallel))
         plan = {**_ends(self.divides_logits(loss_parallel), hidden), **_attention(self.config, hidden)}
-        parallelize_module(module, mesh, {name: plan[name] for name in plan if name not in self.absent})
+        here = {name: plan[name] for name in plan if name not in self.absent}
+        parallelize_module(module, mesh, _beside_adapters(module, here, hidden))
         _divide_blocks(module, mesh, self.experts_apart, hidden)
         if self.config.tied and not self.absent:
             module.tie_weights()  # type: ignore[operator]
@@ -146,7 +150,9 @@ class BuiltinPlan:
 
     def _dim(self, fqn: str) -> int | None:
         module, _, kind = fqn.rpartition(".")
-        leaf = module.rpartition(".")[2]
+        module, _, leaf = module.rpartition(".")
+        if leaf in ("base_layer", "lora_a", "lora_b"):
+            leaf = module.rpartition(".")[2]
         if leaf == "experts":
             return None if self.experts_apart else _EXPERT_DIMS.get(kind)
         if leaf in _COLUMNS or kind == "sinks":
@@ -235,7 +241,36 @@ def _divide_feed_forward(part: nn.Module, mesh: DeviceMesh, hidden: Placement) -
 
     parallel.parallelize_module(part, mesh, _gathered(hidden))
     plan: dict[str, ParallelStyle] = {name: parallel.ColwiseParallel() for name in ("w1", "w3")}
-    parallel.parallelize_module(part, mesh, {**plan, "w2": parallel.RowwiseParallel(output_layouts=hidden)})
+    plan["w2"] = parallel.RowwiseParallel(output_layouts=hidden)
+    parallel.parallelize_module(part, mesh, _beside_adapters(part, plan, hidden))
+
+
+def _beside_adapters(
+    module: nn.Module, plan: dict[str, ParallelStyle], hidden: Placement
+) -> dict[str, ParallelStyle]:
+    """Divide the adapters of a plan's layers, too, as NeMo Automodel does (``parallel_styles.py``).
+
+    By columns, A and B are divided by their outputs, and A's output is gathered. By rows, both are divided by
+    their inputs, and the layer's and the adapters' partial sums are reduced together.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard, parallel
+
+    made: dict[str, ParallelStyle] = {}
+    for name, style in plan.items():
+        found = [part for fqn, part in module.named_modules() if fnmatchcase(fqn, name)]
+        if not any(hasattr(part, "lora_a") for part in found):
+            made[name] = style
+        elif isinstance(style, parallel.ColwiseParallel):
+            made[f"{name}.base_layer"] = style
+            made[f"{name}.lora_a"] = parallel.ColwiseParallel(output_layouts=Replicate())
+            made[f"{name}.lora_b"] = parallel.ColwiseParallel()
+        else:
+            sums: dict[str, Any] = {"output_layouts": Partial(), "use_local_output": False}
+            made[f"{name}.base_layer"] = parallel.RowwiseParallel(**sums)
+            made[f"{name}.lora_a"] = parallel.RowwiseParallel(output_layouts=Shard(-1))
+            made[f"{name}.lora_b"] = parallel.RowwiseParallel(**sums)
+            made[name] = parallel.PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=hidden)
+    return made
 
 
 def _gathered(hidden: Placement) -> ParallelStyle:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.lora import EVERY_LAYER
+from fsdp2prof.estimators.config.lora import EVERY_LAYER, Lora
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.models.builtin_plan import BuiltinPlan
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.techniques.technique import Technique
 
@@ -19,12 +21,9 @@ class LowRankAdapters(Technique):
     """Adapters beside frozen layers, held as they are or in 4 bits (``lora``); other frozen parameters."""
 
     def check(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
-        """Refuse tensor parallelism, and a ring of attention without a backward."""
-        if policy.lora is not None and mesh.tp > 1:
-            raise ModelError(
-                "lora: adapters under tensor parallelism are not modelled, since trainers divide them in "
-                "different ways: use dp_shard for these ranks"
-            )
+        """Refuse tensor parallelism where it is not modelled, and a ring of attention without a backward."""
+        if policy.lora is not None and mesh.tp > 1 and (why := _undivided(model, policy.lora, mesh.tp)):
+            raise ModelError(f"lora: {why}: use dp_shard for these ranks")
         targets = () if policy.lora is None else policy.lora.targets
         trained = [target.removesuffix("?").rpartition(".")[2] for target in targets]
         trains_before = any(
@@ -55,4 +54,20 @@ class LowRankAdapters(Technique):
             if lora.quantized == "nf4" and (refusal := packed_parameters_refusal()):
                 raise ModelError(f"lora: base={lora.quantized}: {refusal}")
             quantize_blocks(adapted, lora.quantized, policy.compute_dtype, mesh.fsdp_size)
+        if mesh.tp > 1 and isinstance(adapted.tensor_parallel, BuiltinPlan):
+            adapted = replace(adapted, tensor_parallel=replace(adapted.tensor_parallel, adapted=True))
         return adapted
+
+
+def _undivided(model: Model, lora: Lora, ranks: int) -> str | None:
+    """Why adapters cannot be divided among tensor-parallel ranks; ``None`` if they can.
+
+    Only those of the layers of dense built-in blocks are.
+    """
+    plan = model.tensor_parallel
+    if not isinstance(plan, BuiltinPlan) or not plan.is_analysed:
+        return "under tensor parallelism adapters of dense built-in models alone are modelled"
+    names = {target.removesuffix("?").rpartition(".")[2] for target in lora.targets}
+    if lora.runs > 1 or lora.r % ranks or names & {"output", "lm_head"}:
+        return f"tp={ranks} needs one run, a rank that it divides, and no adapter of the head"
+    return None

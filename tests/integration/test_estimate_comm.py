@@ -277,6 +277,7 @@ _IN_PIECES = pytest.mark.skipif(not LOSSES_IN_PIECES, reason="torch 2.7 has no l
         pytest.param({"loss": "chunked-tokens:5", "ac": "full"}, marks=_IN_PIECES),
         {"trainable": "wq"},  # torch's SequenceParallel makes norms that train again
         {"trainable": r"layers\.1", "ac": "full", "grad_accum": 2},
+        {"lora": "r=4,targets=wq+wv+wo+w2"},
     ],
 )
 def test_tensor_parallelism_that_no_formula_counts(options, monkeypatch):
@@ -286,6 +287,13 @@ def test_tensor_parallelism_that_no_formula_counts(options, monkeypatch):
     monkeypatch.setitem(BUILTIN_MODELS, config.name, config)
     made = estimate_comm(ModelSpec(source=config.name), mesh, policy)
     assert summed_rows(made) == summed(executed(config, mesh, policy))
+
+
+def test_divided_adapters_train_like_whole_ones() -> None:
+    """Loss and gradients on two ranks, checked by the script itself."""
+    command = torchrun(script_path("adapters_in_parallel"), 2)
+    ran = subprocess.run(command, capture_output=True, text=True, env=training_environment(), cwd=SCRIPTS)
+    assert ran.stdout.split() == ["equal"], ran.stderr
 
 
 EXPERTS = ExpertShape(count=8, top_k=2, ffn_dim=24, shared_ffn_dim=16, first=1, normalised=True)
