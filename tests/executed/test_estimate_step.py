@@ -350,13 +350,13 @@ def test_attention_is_varied_and_margins_are_those_of_the_part_where_nothing_els
         margin_of(one, known, part, experts=False) for part in (untried, benched) for one in (mesh, divided)
     ]
     assert [margin.value for margin in margins] == [1.1, 1.07, 0.55, 1.07]
-    assert [margin.fast for margin in margins] == [2.2, 2.2, 0.52, 0.4]
+    assert [margin.fast for margin in margins] == [2.2, 2.2, 0.52, 0.6]
     sparse = [margin_of(mesh, known, part, experts=True) for part in (untried, benched)]
     assert [(margin.value, margin.fast) for margin in sparse] == [(3.9, 2.2), (3.9, 0.52)]
     fused = margin_of(mesh, replace(known, fused_kernels=True), benched, experts=False)
-    assert (fused.value, fused.fast) == (3.9, 6.3)
+    assert (fused.value, fused.fast) == (3.9, 7.2)
     reference = margin_of(mesh, known, benched, experts=False, reference=True)
-    assert (reference.value, reference.fast) == (0.55, 6.3)
+    assert (reference.value, reference.fast) == (0.55, 7.2)
 
 
 def test_the_range_has_collectives_as_slow_as_they_were_seen(program: Program) -> None:
