@@ -145,7 +145,8 @@ def bound(ledger: Ledger, analysis: TraceAnalysis) -> str:
         then = ""
     else:
         then = f", then {second.title} ({format_ns(second.ns)})"
-    beside = _costly(analysis) if first.cause == "compute" else ""
+    computes = next((one for one in (first, second) if one is not None and one.cause != "starved"), first)
+    beside = _costly(analysis) if computes.cause == "compute" else ""
     if first.cause == "allocation" and first.remedy is None:
         beside = " A first step does that: record later ones to see what repeats."
     said = f"{format_ns(first.ns)} ({format_frac(first.frac)}){then}"

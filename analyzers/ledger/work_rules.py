@@ -149,7 +149,10 @@ def _evaluation(book: Book) -> None:
     gain = sum(one.ns for one in mine) * again / max(1, rows)
     prefix = again >= _HALF * rows > 0 and _is_worth_it(book, gain, mine)
     graph = any(one.why == "graph" for one in mine)
-    bare = " under torch.no_grad() (it keeps a graph that no backward uses), and" if graph else ""
+    bare = " under torch.no_grad() (it keeps a graph), and" if graph else ""
+    extra = (
+        f"Run the forward that no backward uses, called at {site}," if bare else f"Run the forward at {site}"
+    )
     key = "forward_without_backward/generating" if generating else "forward_without_backward"
     book.enter(
         mine,
@@ -163,7 +166,7 @@ def _evaluation(book: Book) -> None:
         often=often,
         called=f", called at {site}" if site else " (evaluation, generation, or an output that is not used)",
         also=" Keep the model gathered meanwhile (set_reshard_after_forward(False))." if keep else "",
-        where=(f"Run the forward at {site}" if site else "Evaluate") + bare,
+        where=(extra if site else "Evaluate") + bare,
     )
 
 

@@ -486,7 +486,7 @@ TRAININGS: list[Case] = [
         "cells",
         "units that run once for each element",
         "gathered_repeatedly",
-        "module that calls",
+        "outermost module",
         {},
         None,
         mended={"wrap": "whole"},
