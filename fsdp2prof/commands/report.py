@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fsdp2prof.commands.help import OUTPUT, Command
+from fsdp2prof.commands.messages import say
 from fsdp2prof.commands.options import InputPath, JobChoice, job_options
 from fsdp2prof.commands.output import Output, output_options, refuse_existing
 from fsdp2prof.commands.trace_options import cluster_options, refuse_without_traces, trace_options
@@ -52,7 +53,14 @@ def report(path: Path, *, choice: JobChoice, options: TraceOptions, output: Outp
     if told:
         click.echo(printable(shown(str(output.path))))
     if show and output.path is not None:
-        click.launch(output.path.absolute().as_uri())
+        import webbrowser
+
+        try:
+            webbrowser.get()
+        except webbrowser.Error:
+            say(f"no browser here: copy {shown(str(output.path))} to your machine")
+        else:
+            click.launch(output.path.absolute().as_uri())
 
 
 def _beside(path: Path, output: Output) -> Output:

@@ -58,6 +58,7 @@ def _communicators(found: NcclAnalysis) -> list[Table]:
             columns,
             found.communicators,
             note="those with a known cause of slowness first",
+            known=True,
             limit=_ROWS,
             noun="communicator",
         ),
