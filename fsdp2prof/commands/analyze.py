@@ -277,8 +277,8 @@ def hang(path: Path, *, run: Path | None, output: Output) -> None:
     """Show which collective blocks a job, which ranks have not issued it, and which ranks issue a
     different one.
 
-    PATH is a Flight Recorder dump, a folder of dumps (one per rank), or a run directory that contains
-    them.
+    PATH is a Flight Recorder dump, a log with lines of NCCL's watchdog, a folder of either (one per rank),
+    or a run directory.
     """
     with output.progress(f"analysing the dumps of {path}"):
         from fsdp2prof.workflows.hang import analyze_hang

@@ -39,7 +39,9 @@ _SELDOM = frozenset(("mesh", "batch_size", "grad_accum", "optimizer", "loss", "c
     ),
 )
 @BATCH.everyday(
-    "--global-batch", type=click.IntRange(1), help="Sequences per optimizer step, over all ranks."
+    "--global-batch",
+    type=click.IntRange(1),
+    help="Sequences per optimizer step, over all ranks; --from-config may give it, otherwise it is needed.",
 )
 @MEASURED
 @SEARCH.everyday(
