@@ -289,7 +289,9 @@ def test_a_forward_that_keeps_its_graph_is_a_finding() -> None:
     assert made.ledger is not None
     (entry,) = [one for one in made.ledger.entries if one.id == "forward_without_backward"]
     assert entry.remedy is not None
-    assert entry.remedy.change.startswith("Run the forward at gan.py:6 in add() under torch.no_grad() (it")
+    assert entry.remedy.change.startswith(
+        "Run the forward that no backward uses, called at gan.py:6 in add(), under torch.no_grad() (it"
+    )
 
 
 @pytest.mark.parametrize("in_turns", [True, False])
