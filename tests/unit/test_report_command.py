@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import webbrowser
 from pathlib import Path
 from unittest import mock
 
@@ -44,9 +45,14 @@ def test_somebody_else_s_file_is_refused(
     assert "fsdp2prof" in own.read_text()
 
 
-def test_open_shows_the_page(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with mock.patch("click.launch") as launch:
-        ended = call(capfd, "report", run, "-o", tmp_path / "page.html", "--open")
+@pytest.mark.parametrize("missing", [None, webbrowser.Error()])
+def test_open_shows_the_page_where_there_is_a_browser(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], missing: Exception | None
+) -> None:
+    page = tmp_path / "page.html"
+    with mock.patch("click.launch") as launch, mock.patch("webbrowser.get", side_effect=missing):
+        ended = call(capfd, "report", run, "-o", page, "--open")
     assert ended.code == 0
     assert ended.out == ""
-    launch.assert_called_once_with((tmp_path / "page.html").as_uri())
+    assert (f"no browser here: copy {page}" in ended.err) is (missing is not None)
+    assert launch.call_args_list == ([] if missing else [mock.call(page.as_uri())])
