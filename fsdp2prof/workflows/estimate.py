@@ -284,8 +284,7 @@ def _refuse_beside_a_command(given: Mapping[str, Any], word: str) -> None:
     if idle:
         name = idle[0] if idle[0].startswith("-") else f"--{idle[0].replace('_', '-')}"
         raise UsageError(
-            f"{name} would have no effect: {word!r} is read as a command, which runs unchanged; "
-            f"a model is given with --model {word}"
+            f"{name} would have no effect: {word!r} is read as a command; a model is --model {word}"
         )
 
 
