@@ -123,7 +123,9 @@ def try_first(entry: LedgerEntry, ledger: Ledger) -> str:
     amount = f"{format_ns(remedy.gain_ns)} ({format_frac(remedy.gain_frac)}) {of_step(ledger)}"
     if remedy.basis == "replay":
         return f"{change} In a replay of this recording, this saves {amount}."
-    much = "about" if remedy.basis == "estimate" else "at most"
+    # On a busy host the waiting for cores and for other ranks that such work causes goes with it.
+    busy = entry.cause != "starved" and ledger.causes_ns.get("starved", 0.0) >= _BUSY * ledger.step_ns
+    much = "about" if remedy.basis == "estimate" or busy else "at most"
     return f"{change} This saves {much} {amount}: {remedy.reason}."
 
 
