@@ -195,7 +195,7 @@ _OF_HUGGING_FACE = {
 """How names on Hugging Face begin -> how the built-in model of the same shape is named; the longest wins."""
 _VARIANT = re.compile(
     r"-(?:instruct|base|chat|hf|it|pt|thinking|original|python|preview|1m|fp8|bf16|distill|sft|dpo|alpha|beta|"
-    r"\d{4}|v[01]\.\d|merge|dequantized|unsloth|bnb-4bit|4bit|intermediate-step-\d+k-\dt)$"
+    r"\d{4}|v[01]\.\d|merge|dequantized|intermediate-step-\d+k-\dt)$"
 )
 """The text after the size in the name of a model of the same shape."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -267,8 +267,12 @@ def builtin_config(name: str) -> TransformerConfig:
             f"{name!r} is not a known model, nor a folder, nor in the Hugging Face cache of this machine: "
             "give --model its config.json, or a known name (fsdp2prof inspect models)"
         )
-    close = difflib.get_close_matches(name.lower(), BUILTIN_MODELS, n=3, cutoff=0.4)
-    hint = f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(BUILTIN_MODELS)}"
+    close = difflib.get_close_matches(name.lower(), [*BUILTIN_MODELS, *published_models()], n=3, cutoff=0.4)
+    hint = (
+        f"did you mean {', '.join(close)}?"
+        if close
+        else "fsdp2prof inspect models lists those that are known"
+    )
     raise ModelError(
         f"unknown model {name!r}: {hint} (a config.json or package.module:factory is accepted too)"
     )

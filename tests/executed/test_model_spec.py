@@ -245,7 +245,7 @@ def test_layers_can_be_changed():
     ("source", "message"),
     [
         ("llama3-8", "did you mean .*llama3-8b"),
-        ("zzz", "unknown model 'zzz': there are llama2-7b"),
+        ("zzz", "unknown model 'zzz': fsdp2prof inspect models lists"),
         ("", "empty"),
         ("no_such_module:factory", "No module named"),
         ("json:no_such_factory", "no attribute"),

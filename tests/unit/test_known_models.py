@@ -29,7 +29,6 @@ from fsdp2prof.estimators.config.model import ModelSpec
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2.5-7b"),
         ("deepseek-ai/DeepSeek-V3", "deepseek-v3-671b"),
         ("Qwen/QwQ-32B-Preview", "qwen2.5-32b"),
-        ("unsloth/Qwen3-14B-unsloth-bnb-4bit", "qwen3-14b"),
         ("axolotl-ai-co/gpt-oss-120b-dequantized", "gpt-oss-120b"),
     ],
 )
