@@ -733,6 +733,13 @@ def test_sizes_of_accelerates_mesh_are_read(tmp_path: Path) -> None:
         read(tmp_path, ("sft.yaml", TRL), ("fsdp.yaml", ACCELERATE + mesh.replace("4", "2")))
 
 
+def test_ulysses_of_accelerate_is_a_ring(tmp_path: Path) -> None:
+    mesh = "parallelism_config: {parallelism_config_dp_shard_size: 2, parallelism_config_sp_size: 4}\n"
+    run = read(tmp_path, ("sft.yaml", TRL), ("fsdp.yaml", ACCELERATE + mesh))
+    assert (made(run)["dp_shard"], made(run)["cp"]) == (2, 4)
+    assert any("sp_size: estimated as ring attention" in note for note in run.read.notes)
+
+
 def test_lora_of_veomni_is_read(tmp_path: Path) -> None:
     text = VEOMNI.replace(
         "{model_path", "{lora_config: {rank: 16, lora_modules: [q_proj, o_proj]}, model_path"

@@ -23,6 +23,9 @@ _KNOWN_PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin")
 
 def read_axolotl(run: Reading) -> None:
     """Read a configuration of axolotl. Raises ``ModelError`` for settings that are not modelled."""
+    experts = run.get("expert_parallel_size")
+    if not experts.is_absent and experts.number(1) > 1:
+        run.refuse(experts, "its ranks lie beside dp_shard and hold all other weights again: not modelled")
     run.read_declared()
     read_transformers_plan(run)
     packed, padded = run.get("sample_packing"), run.get("pad_to_sequence_len")
@@ -41,9 +44,6 @@ def read_axolotl(run: Reading) -> None:
     read_optimizer(run, "optimizer")
     refuse_eight_bits(run)
     _attention_and_loss(run)
-    if run.mesh.get("ep", 1) > 1:
-        experts = run.get("expert_parallel_size")
-        run.refuse(experts, "its ranks lie beside dp_shard and hold all other weights again: not modelled")
     processor = run.get("processor_type")
     if processor.value:
         run.ask("images", f"{processor.key}: how many images a sequence has is in no file", " K")

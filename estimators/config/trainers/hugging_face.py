@@ -234,7 +234,14 @@ def read_hugging_face(run: Reading) -> None:
     run.take_stack("trl-2026" if trl else "transformers-2026-09")
     read_attention(run, run.get("attn_implementation"))
     run.set_world(run.get("accelerate.num_processes"))
-    run.read_declared()
+    ulysses = run.get("accelerate.parallelism_config.parallelism_config_sp_size")
+    if not ulysses.is_absent and ulysses.number(1) > 1:
+        run.read_declared(cp=ulysses)
+        run.notes.append(
+            f"{ulysses.key}: estimated as ring attention, whose exchanges are larger and overlapped"
+        )
+    else:
+        run.read_declared()
     read_transformers_plan(run)
     read_accelerate_fsdp(run, "accelerate.fsdp_config", "fsdp_config")
     mixed = mixed_precision(run)
