@@ -149,7 +149,7 @@ def bound(ledger: Ledger, analysis: TraceAnalysis) -> str:
         then = f", then {second.title} ({format_ns(second.ns)})"
     computes = next((one for one in (first, second) if one is not None and one.cause != "starved"), first)
     beside = _costly(analysis) if computes.cause == "compute" else ""
-    if first.cause == "allocation" and first.remedy is None:
+    if first.cause == "allocation" and not first.told:
         beside = " A first step does that: record later ones to see what repeats."
     said = f"{format_ns(first.ns)} ({format_frac(first.frac)}){then}"
     return f"{part} of the {of} is {first.title}: {said}.{beside}"

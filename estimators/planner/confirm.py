@@ -25,8 +25,7 @@ from fsdp2prof.estimators.planner.search import Scored, Search, ranked
 from fsdp2prof.estimators.step import StepFigures, step_figures
 from fsdp2prof.estimators.techniques.pipeline import micro_batches_under_way
 from fsdp2prof.estimators.techniques.pipeline_order import neighbours_of
-from fsdp2prof.estimators.verdict.memory_fit import deciding
-from fsdp2prof.estimators.verdict.memory_range import PREDICTION
+from fsdp2prof.estimators.verdict.memory_fit import deciding, prediction_errors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +71,7 @@ def check_memory(check: Check) -> EngineMemory:
         total_low_bytes=filled - made.headroom_high_bytes,
         total_bytes=filled - made.headroom_bytes,
         depends_on=deciding(made.unknowns),
-        error_bytes=sum(one.high_bytes for one in made.unknowns if one.name == PREDICTION),
+        error_bytes=prediction_errors(made.unknowns)[0],
     )
 
 

@@ -168,8 +168,8 @@ def prediction_errors(unknown: Sequence[Unknown]) -> tuple[int, int]:
 def fit_sentence(room: Room, too_low: int, too_high: int = 0) -> str:
     """Say whether a peak fits, does not, or depends, and by how much.
 
-    It is probable where predictions of measured runs erred by more than what is left or missing; so many
-    bytes were they too low, and too high.
+    It is probable where predictions of measured runs erred by more than what is left or missing: ``too_low``
+    and ``too_high``, in bytes.
     """
     device = f"{room.device} ({format_bytes(room.total_bytes)})"
     least, most = format_bytes(abs(room.least_bytes)), format_bytes(abs(room.most_bytes))
