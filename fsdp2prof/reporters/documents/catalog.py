@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp2prof.reporters import columns as c
-from fsdp2prof.reporters.document import Document, Section, Table
+from fsdp2prof.reporters.document import Document, Section, Sentences, Table
 from fsdp2prof.reporters.documents import builds
 from fsdp2prof.results.catalog import CategoryCatalog, HardwareCatalog, ModelCatalog
 
@@ -30,15 +30,26 @@ def model_catalog_document(catalog: ModelCatalog) -> Document:
         c.text("tied", "", lambda tied: "tied" if tied else ""),
         c.text("family"),
     ]
-    note = "tied: head and embedding share one parameter"
-    remarks = [
+    table = c.table(
+        "shapes",
+        "Shapes of the built-in models",
+        columns,
+        catalog.models,
+        note="tied: head and embedding share one parameter",
+        noun="model",
+    )
+    lines = [
+        f"Built in: {', '.join(one.name for one in catalog.models)}.",
         f"With transformers installed also: {', '.join(catalog.by_transformers)}.",
         "Their Hugging Face ids are known, too; any other id is looked up in the Hugging Face cache here.",
     ]
-    table = c.table(
-        "models", "Models", columns, catalog.models, note=note, remarks=remarks, noun="model", whole=True
+    return Document(
+        title="Known models",
+        sections=[
+            Section(anchor="models", title="Models", blocks=[Sentences(title="Models", lines=lines)]),
+            Section(anchor=table.name, title=table.title, blocks=[table], detail=True),
+        ],
     )
-    return _document("Known models", [table])
 
 
 @builds(HardwareCatalog)
