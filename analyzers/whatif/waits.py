@@ -160,7 +160,7 @@ class _Launches:
         copies = np.flatnonzero(self._copies_out)
         backward = self._program.activities.phase.equals("backward")[self.activity[launches]]
         row = np.searchsorted(copies, launches) - np.where(backward, 1, 2)
-        return np.where(row >= 0, np.append(copies, -1)[row], -1)
+        return np.where(row >= 0, np.append(copies, -1)[np.maximum(row, 0)], -1)
 
 
 def _known(one: IntArray, other: IntArray) -> tuple[IntArray, IntArray]:
