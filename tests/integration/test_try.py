@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from fsdp2prof.recorder.rank.trials import predict_command
-from fsdp2prof.workflows.analyze import analyze_trace
+from fsdp2prof.workflows.analyze import analyze_memory, analyze_trace
 from fsdp2prof.workflows.job.job_files import open_job
 
 from .conftest import script_path, torchrun, training_environment
@@ -57,6 +57,13 @@ def all_gathers(path, recording):
     }
 
 
+def gathered(path, recording):
+    """The highest peak of a recording, and the most bytes of parameters that a rank held gathered at once."""
+    ranks = analyze_memory(open_job(path, iteration=recording)).ranks
+    [most] = {max(rank.timeline["unsharded_parameter"]) for rank in ranks}
+    return max(rank.peak.allocated_bytes for rank in ranks), most
+
+
 def test_settings_are_in_force_and_the_results_are_the_scripts_own(tried, tmp_path):
     settings = ["reshard=never", "forward_prefetch=2", "reduce_scatter_max_input_buffers=2"]
     script = ("--steps", "60")
@@ -75,10 +82,12 @@ def test_settings_are_in_force_and_the_results_are_the_scripts_own(tried, tmp_pa
     assert own == {"forward": layers + root, "backward": layers}
     never = changes["reshard=never"]
     assert all_gathers(tmp_path / "run", never["recording"]) == {"forward": layers + root, "backward": 0}
-    # Each layer's 2 x 32 x 64 + 96 parameters stay gathered in fp32 until backward; what else is there at a
-    # peak differs by less than one of them.
-    gathered = (2 * 32 * 64 + 96) * 4
-    assert -gathered < never["added_bytes"] <= layers * gathered
+    # Each layer's 2 x 32 x 64 + 96 parameters stay gathered in fp32 until backward, all at once.
+    layer = (2 * 32 * 64 + 96) * 4
+    (one_peak, one), (all_peak, every) = (gathered(tmp_path / "run", at) for at in (1, never["recording"]))
+    assert every - one == (layers - 1) * layer
+    assert (never["peak_bytes"], never["added_bytes"]) == (all_peak, all_peak - one_peak)
+    assert never["added_bytes"] <= layers * layer
     assert never["least_predicted_ns"] <= never["predicted_ns"] <= never["most_predicted_ns"]
     chosen = run(predict_command(tmp_path / "run"))  # of which try makes its candidates without --set
     assert chosen.returncode == 0, chosen.stderr
