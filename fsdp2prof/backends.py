@@ -308,6 +308,7 @@ KERNEL_KINDS = (
     "frozen_gradient",
     "ignored",
     "unused_logits",
+    "all_experts",
 )
 """Operators in double precision; matrix products in single precision without tensor cores; fused attention
 in single precision; conversions between channels first and last; half-precision matrix products whose rows
@@ -317,7 +318,8 @@ whole tensors and compute almost nothing; gradients of parts of one tensor, each
 matrix products of the optimizer; products with a matrix that one_hot made, with the making; Fourier
 transforms of a length with a large prime factor; products of expanded tensors that are stored and then
 summed; attention with one boolean mask for all samples and heads; gradients of frozen weights; logits of
-positions whose labels the loss ignores, with all others; logits of positions that no loss takes."""
+positions whose labels the loss ignores, with all others; logits of positions that no loss takes; experts that
+compute tokens which are not theirs, with those that are."""
 
 SINGLE_PRECISION = re.compile(r"sgemm|simt_\w*gemm|gemm_f32f32_f32f32_f32")
 """Names of matrix products in float32 that run beside the tensor cores (cuBLAS, CUTLASS)."""

@@ -65,6 +65,7 @@ _REASONS = {
     "ignored": "logits of all positions, with those whose labels are ignored",
     "unused_logits": "logits of positions that no loss takes",
     "frozen_gradient": "gradients of frozen weights",
+    "all_experts": "experts that each compute all tokens",
     "masked": "attention with one boolean mask for all samples and heads",
     "contraction": "products that are stored and then summed",
     "unaligned": "matrix products with rows not aligned to 16 bytes",

@@ -330,6 +330,7 @@ def enter_kernels(book: Book) -> None:
     _ignored_labels(book)
     _of_kind(book, "unused_logits", "unused_logits", 1)
     _of_kind(book, "frozen_gradient", "frozen_gradients", _APPLIED)
+    _all_experts(book)
     _masked_attention(book)
     _of_kind(book, "returned_weights", "attention_weights", _HALF)
     if not book.on_device:
@@ -426,6 +427,27 @@ def _padding(book: Book) -> None:
     )
     if _is_worth_it(book, sum(one.ns for one in mine), mine):
         book.enter(mine, "padding", {"padded_frac": share})
+    else:
+        book.put_back(mine)
+
+
+def _all_experts(book: Book) -> None:
+    """Enter experts that compute all tokens, though their router chooses some of them for each token."""
+    counts = summed((one.why, one.count) for one in book.left("compute") if not one.ns)
+    experts, chosen = counts["all_experts"], counts["chosen"]
+    book.take("compute", lambda one: one.why == "chosen")
+    mine = book.take("compute", lambda one: one.why == "all_experts")
+    gain = _gain_ns(book, mine, (experts - chosen) / experts) if experts else 0
+    if _is_worth_it(book, gain, mine):
+        each = experts // max(1, sum(1 for one in mine if not one.ns))
+        book.enter(
+            mine,
+            "all_experts",
+            {"experts": each, "chosen": each * chosen // experts},
+            fqn=main_layer(mine),
+            gain_ns=gain,
+            where=main_layers(mine),
+        )
     else:
         book.put_back(mine)
 

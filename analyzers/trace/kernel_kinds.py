@@ -17,6 +17,7 @@ from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.recorded_groups import ignored_labels
 from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS, WorkTable, outermost
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
+from fsdp2prof.analyzers.trace.routing import of_all_experts
 from fsdp2prof.backends import KERNEL_KINDS, KERNEL_PATTERNS, PRODUCT_KERNEL, moves_memory
 from fsdp2prof.by_key import summed
 from fsdp2prof.tables.columns import BoolArray, IntArray, Strings
@@ -80,6 +81,7 @@ def kinds_of_compute(tables: RankTables, work: WorkTable) -> IntArray:
     found[_of_logits(tables, work)] = KERNEL_KINDS.index("ignored")
     found[_of_unused_logits(tables, work)] = KERNEL_KINDS.index("unused_logits")
     found[_of_frozen_gradients(tables, work)] = KERNEL_KINDS.index("frozen_gradient")
+    found[of_all_experts(tables, work)] = KERNEL_KINDS.index("all_experts")
     if len(tables.device):
         found[_of_contractions(tables, work)] = KERNEL_KINDS.index("contraction")
     return found

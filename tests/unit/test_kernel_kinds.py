@@ -257,6 +257,56 @@ def test_gradients_of_frozen_matrices_are_products_of_backward(trains: bool, tmp
     assert found == [None] * 3 + [None if trains else "frozen_gradient"]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "scores", "named"),
+    [
+        ([256] * 4, [256, 4], True),
+        ([200, 30, 26, 256], [256, 4], False),  # an expert may have all tokens, but not each of them
+        ([256] * 4, [256, 8], False),  # another router
+    ],
+    ids=["all", "its own", "other experts"],
+)
+def test_experts_that_compute_all_tokens(
+    tokens: list[int], scores: list[int], named: bool, tmp_path: Path
+) -> None:
+    """A router of 256 tokens chooses 2 of 4 experts; attention's weights have the experts' shape."""
+    timeline = Timeline()
+    timeline.label("FSDP::pre_forward (layers.0)")
+    for _ in "qkv":
+        timeline.operator("aten::mm", [[256, 64], [64, 64]], PRODUCT, 50.0)
+    timeline.operator("aten::mm", [[256, 64], [64, 4]], PRODUCT, 5.0)
+    timeline.operator("aten::topk", [scores], ELEMENTWISE, 5.0)
+    for own in tokens:
+        timeline.operator("aten::mm", [[own, 64], [64, 64]], PRODUCT, 50.0)
+        timeline.operator("aten::relu", [[own, 64]], ELEMENTWISE, 5.0)
+        timeline.operator("aten::mm", [[own, 64], [64, 64]], PRODUCT, 50.0)
+    timeline.label("FSDP::pre_backward (layers.0)")
+    timeline.operator("aten::scatter_", [scores, [], [scores[0], 2], [scores[0], 2]], ELEMENTWISE, 5.0)
+    for own in tokens:
+        timeline.operator("aten::mm", [[64, own], [own, 64]], PRODUCT, 50.0)
+    timeline.label("FSDP::post_backward (layers.0)")
+    group = sharded_group("layers.0", [64, 64], ranks=2, rows=32)
+    of_experts = [f"experts.{number}.{name}" for number in range(4) for name in ("up", "down")]
+    weights = ["q", "k", "v", *of_experts]
+    parameters = [msgspec.structs.replace(group.parameters[0], fqn=f"layers.0.{name}") for name in weights]
+    manifest = RankManifest(param_groups=[msgspec.structs.replace(group, parameters=parameters)])
+    found = kinds(timeline, manifest, tmp_path / "trace.json")
+    assert found.count("all_experts") == (16 if named else 0)
+
+
+def test_a_weight_of_all_experts_is_one_batch_of_products(tmp_path: Path) -> None:
+    timeline = Timeline()
+    timeline.label("FSDP::pre_forward (layers.0)")
+    timeline.operator("aten::topk", [[256, 4]], ELEMENTWISE, 5.0)
+    timeline.operator("aten::bmm", [[4, 256, 64], [4, 64, 48]], PRODUCT, 50.0)
+    timeline.label("FSDP::pre_backward (layers.0)")
+    timeline.operator("aten::scatter_", [[256, 4], [], [256, 1], [256, 1]], ELEMENTWISE, 5.0)
+    timeline.operator("aten::bmm", [[4, 256, 48], [4, 48, 64]], PRODUCT, 50.0)
+    timeline.label("FSDP::post_backward (layers.0)")
+    manifest = RankManifest(param_groups=[sharded_group("layers.0", [4, 64, 48], ranks=2, rows=2)])
+    assert kinds(timeline, manifest, tmp_path / "trace.json").count("all_experts") == 2
+
+
 def test_every_kind_has_a_word() -> None:
     from fsdp2prof.analyzers.ledger.book import _REASONS
 

@@ -193,6 +193,7 @@ _SHAPED_NAMES = frozenset(
         "convolution_backward",
         "embedding",
         "scatter_",
+        "topk",
         "mul",
         "sum",
         "mean",
