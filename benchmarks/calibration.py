@@ -138,7 +138,8 @@ def record(configuration: Configuration, folder: Path) -> Path:
 
 def predicted_ns(configuration: Configuration, calibrating: Path) -> int:
     """Predict a configuration's step from another one's recording."""
-    from fsdp2prof.workflows.estimate import describe, estimate_step
+    from fsdp2prof.workflows.description import describe
+    from fsdp2prof.workflows.estimate import estimate_step
 
     policy: dict[str, Any] = {
         "batch_size": configuration.batch,

@@ -110,7 +110,7 @@ def described_options(
             training: tuple[str, ...] = (),
             **options: Any,
         ) -> None:
-            from fsdp2prof.workflows.estimate import describe
+            from fsdp2prof.workflows.description import describe
 
             given = {name: options.pop(name) for name in ("model", "layers", "mesh", "stack", "world_size")}
             names = [name for name in options if name.startswith(_POLICY)]

@@ -16,7 +16,7 @@ from fsdp2prof.estimators.config.option import options_of
 from fsdp2prof.estimators.config.policy import PolicySpec
 
 if TYPE_CHECKING:
-    from fsdp2prof.workflows.estimate import Described
+    from fsdp2prof.workflows.description import Described
 
 _OF_ANY_STEP = {"--grad-accum", "--sync"}
 """Policy that does not change the parameter groups."""

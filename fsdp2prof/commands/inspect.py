@@ -14,7 +14,7 @@ from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.errors import UsageError
 
 if TYPE_CHECKING:
-    from fsdp2prof.workflows.estimate import Described
+    from fsdp2prof.workflows.description import Described
 
 _MOST_RANKS = 1 << 20
 """As many as options may name."""
@@ -67,7 +67,7 @@ def _coordinates(text: str) -> Mapping[str, int]:
 def _described(
     model: str | None, layers: int | None, mesh: str | None, config: Path | None
 ) -> Described | None:
-    from fsdp2prof.workflows.estimate import describe
+    from fsdp2prof.workflows.description import describe
 
     named = {"model": model, "layers": layers, "mesh": mesh}
     given = {name: value for name, value in named.items() if value is not None}

@@ -17,7 +17,7 @@ from fsdp2prof.estimators.config.policy import PolicySpec
 
 if TYPE_CHECKING:
     from fsdp2prof.estimators.planner.answers import Question
-    from fsdp2prof.workflows.estimate import Described
+    from fsdp2prof.workflows.description import Described
 
 _SELDOM = frozenset(("mesh", "batch_size", "grad_accum", "optimizer", "loss", "compile"))
 """Of a description: --fix and --global-batch say as much."""

@@ -24,7 +24,7 @@ from fsdp2prof.results.catalog import (
 )
 from fsdp2prof.results.sharding import CheckpointMap, ShardingMap
 from fsdp2prof.tables.sharding import ShardingTable
-from fsdp2prof.workflows.estimate import Described
+from fsdp2prof.workflows.description import Described
 
 _GIGA = 10**9
 

@@ -12,7 +12,7 @@ from fsdp2prof.estimators.config.option import options_of
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.results.estimate import ConfigRead
 from fsdp2prof.results.plan import Plan, PlanPoint, Recipe
-from fsdp2prof.workflows.estimate import Described
+from fsdp2prof.workflows.description import Described
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

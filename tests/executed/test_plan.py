@@ -60,7 +60,7 @@ from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.results.plan import Plan
 from fsdp2prof.workflows import plan as workflow
-from fsdp2prof.workflows.estimate import describe
+from fsdp2prof.workflows.description import describe
 from fsdp2prof.workflows.plan_description import given_of, in_the_file
 
 MIB = 1 << 20

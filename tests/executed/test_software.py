@@ -31,7 +31,7 @@ from fsdp2prof.tables.allocations import MemoryRecording
 from fsdp2prof.tables.columns import NEVER
 from fsdp2prof.units import format_ns
 from fsdp2prof.workflows import estimate as workflow
-from fsdp2prof.workflows.estimate import Described, describe
+from fsdp2prof.workflows.description import Described, describe
 
 GPT = ModelSpec(source="gpt2", layers=2)
 LLAMA = ModelSpec(source="llama3-8b", layers=1)

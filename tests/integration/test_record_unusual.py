@@ -14,7 +14,8 @@ import pytest
 
 from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.workflows.check import check_run
-from fsdp2prof.workflows.estimate import describe, estimate_communication
+from fsdp2prof.workflows.description import describe
+from fsdp2prof.workflows.estimate import estimate_communication
 from fsdp2prof.workflows.inspect import inspect_run_sharding
 
 from .alone_and_recorded import RECORD, compare, ended, one_rank, processes_that_mention

@@ -14,7 +14,8 @@ from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
 from fsdp2prof.estimators.config.measured import Measured, Slower, anchored, fitted, read_measured
 from fsdp2prof.estimators.verdict.memory_range import MeasuredPeaks, as_measured
-from fsdp2prof.workflows.estimate import Described, estimate_memory
+from fsdp2prof.workflows.description import Described
+from fsdp2prof.workflows.estimate import estimate_memory
 
 CLUSTER = Cluster(hardware=HardwareSpec.parse("h100-sxm"), network=NetworkSpec.parse("400gb-ib"))
 GIB = 1 << 30

@@ -7,7 +7,7 @@ import pytest
 
 from fsdp2prof.commands.options import refuse_given
 from fsdp2prof.errors import ModelError, UsageError
-from fsdp2prof.workflows.estimate import describe
+from fsdp2prof.workflows.description import describe
 
 
 @click.command()

@@ -13,7 +13,7 @@ from fsdp2prof.estimators.config.catalog import builtin_config
 from fsdp2prof.estimators.config.inputs import make_spec
 from fsdp2prof.estimators.config.stacks import with_stack
 from fsdp2prof.estimators.config.trainers import TrainerRun, read_trainer_files
-from fsdp2prof.workflows.estimate import describe
+from fsdp2prof.workflows.description import describe
 
 TITAN = """
 [job]
