@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.choices import dtype_bytes
 from fsdp2prof.estimators.config.held_states import MOMENTS, LowBits
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.optimizers import HeldOptimizer, OptimizerFactory
-from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.sharding.groups import (

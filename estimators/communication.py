@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from fsdp2prof.estimators.communication_summary import summarise
-from fsdp2prof.estimators.config.choices import ChunkedBackward
+from fsdp2prof.estimators.config.choices import ChunkedBackward, dtype_bytes
 from fsdp2prof.estimators.config.extra_models import ExtraModel
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
-from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
 from fsdp2prof.estimators.execution.forward_flow import Flow, flow_of
 from fsdp2prof.estimators.execution.second_models import policy_of_others, with_role

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from fsdp2prof.estimators.config.catalog import TransformerConfig
+from fsdp2prof.estimators.config.choices import dtype_bytes
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.pipeline import has_ends
-from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding.groups import ParameterGroup
 from fsdp2prof.estimators.techniques.pipeline_order import neighbours_of

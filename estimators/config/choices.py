@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from fsdp2prof import units
+from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.option import ByUnit, Counted
 
 ReshardRule = Literal["default", "torchtitan", "always", "never"]
@@ -91,3 +93,11 @@ def base_of(value: Any) -> Any:
 def values_of(value: Any) -> tuple[Any, ...]:
     """Every value of an option, of whichever unit."""
     return (value.base, *(own for _, own in value.units)) if isinstance(value, ByUnit) else (value,)
+
+
+def dtype_bytes(name: str) -> int:
+    """Bytes of one element of a torch dtype name. Raises ``ModelError`` for an unknown one."""
+    size = units.dtype_bytes(name)
+    if size is None:
+        raise ModelError(f"unknown dtype {name!r}; known: {', '.join(units.DTYPE_BYTES)}")
+    return size

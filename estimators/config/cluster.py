@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -63,7 +64,7 @@ class Cluster:
     def with_attention_of(self, policy: PolicySpec) -> Cluster:
         """Return the same cluster with the attention kernel that a policy runs on it."""
         stated = self.hardware.attention_tflops
-        kernel = policy.attention_on(stated if isinstance(stated, dict) else ())
+        kernel = attention_on(stated if isinstance(stated, dict) else (), policy)
         hardware = self.hardware.with_attention(kernel)
         if kernel != policy.attention:
             why = f"; attention: {kernel}, which torch {policy.rules.version} chooses on this part"
@@ -159,3 +160,13 @@ class Cluster:
         nics = self.nics_per_node or self.gpus_per_node
         network = nics * self.network.gb_per_s * self.network.achieved_frac * self.network_frac * 1e9
         return network / placement.groups_per_node
+
+
+def attention_on(kernels: Collection[str], policy: PolicySpec) -> str:
+    """Return the attention that a policy runs on a part with known rates for some ``kernels``.
+
+    Rates of cuDNN are stated for the parts on which torch may choose it automatically.
+    """
+    chooses = policy.torch is not None and policy.rules.prefers_cudnn_attention and "cudnn" in kernels
+    unstated = policy.attention == "flash" and not policy.attention_is_stated
+    return "cudnn" if chooses and unstated else policy.attention

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
-from fsdp2prof import units
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.choices import (
     PIECES,
@@ -92,14 +91,6 @@ _MOST_TOKENS = 1 << 28
 """Of a rank's micro-batch: its logits have 2**46 elements then, and sizes still fit 64 bits."""
 _MOST_REPEATS = 4096
 """Micro-batches of a step: each is executed."""
-
-
-def dtype_bytes(name: str) -> int:
-    """Bytes of one element of a torch dtype name. Raises ``ModelError`` for an unknown one."""
-    size = units.dtype_bytes(name)
-    if size is None:
-        raise ModelError(f"unknown dtype {name!r}; known: {', '.join(units.DTYPE_BYTES)}")
-    return size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -573,18 +564,6 @@ class PolicySpec:
     def leaves_attention_open(self) -> bool:
         """Whether another attention than the default may run: neither it nor torch's version is stated."""
         return self.torch is None and self.attention == "flash" and not self.attention_is_stated
-
-    def attention_on(self, kernels: Collection[str]) -> str:
-        """The attention that runs on a part with known rates for some ``kernels``.
-
-        Rates of cuDNN are stated for the parts on which torch may choose it automatically.
-        """
-        chooses = self.torch is not None and self.rules.prefers_cudnn_attention and "cudnn" in kernels
-        return (
-            "cudnn"
-            if chooses and self.attention == "flash" and not self.attention_is_stated
-            else self.attention
-        )
 
     @property
     def recomputes_attention(self) -> bool:

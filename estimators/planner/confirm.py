@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdp2prof.estimators.config.choices import dtype_bytes
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
-from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.planner.fast import Score

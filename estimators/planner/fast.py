@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from fsdp2prof.estimators.config.choices import dtype_bytes
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.pipeline import has_ends
-from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.shares import CONTENTION_FRACS, HOST_CORE_GB_PER_S
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.planner.fast_costs import (

@@ -19,10 +19,10 @@ import numpy as np
 from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.analyzers.memory.categories import categorize
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.choices import CheckpointingMode
+from fsdp2prof.estimators.config.choices import CheckpointingMode, dtype_bytes
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
-from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.memory import MemoryPrediction, predict_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import Model

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from fsdp2prof.analyzers.sharding.layout import chunk_rows, rows_of_shard
 from fsdp2prof.by_key import grouped
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.choices import dtype_bytes
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.optimizers import HeldOptimizer, OptimizerFactory, OptimizerKind
-from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.low_precision import is_in_float8
 from fsdp2prof.estimators.models.model import ADAPTERS, Model
 from fsdp2prof.estimators.sharding.wrapping import WrapUnit, wrap_units

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fsdp2prof.errors import ModelError, UsageError
+from fsdp2prof.estimators.config.choices import dtype_bytes
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.option import Dtype
-from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.sharding.groups import ParameterGroup
 from fsdp2prof.results.estimate import WeightSync
 from fsdp2prof.units import parse_bytes

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp2prof.analyzers.memory.wording import where
+from fsdp2prof.estimators.config.choices import dtype_bytes
 from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.optimizers import OptimizerFactory
-from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.sharding.groups import ParameterGroup, ShardedParameter, optimizer_state_bytes
 from fsdp2prof.estimators.verdict.memory_range import (
     MEASURED,

@@ -9,6 +9,7 @@ import pytest
 from fsdp2prof.commands.estimate import estimate
 from fsdp2prof.errors import InputError, ModelError
 from fsdp2prof.estimators.config.choices import Chunked, Every
+from fsdp2prof.estimators.config.cluster import attention_on
 from fsdp2prof.estimators.config.hardware import HardwareSpec, known_hardware
 from fsdp2prof.estimators.config.inputs import load_config, make_spec
 from fsdp2prof.estimators.config.mesh import MeshSpec
@@ -282,7 +283,7 @@ def test_torch_chooses_cudnns_attention_from_2_11_on(
 ) -> None:
     stated = HardwareSpec.parse(hardware).attention_tflops
     policy = PolicySpec.from_mapping(options)
-    assert policy.attention_on(stated if isinstance(stated, dict) else ()) == kernel
+    assert attention_on(stated if isinstance(stated, dict) else (), policy) == kernel
 
 
 def test_a_part_that_one_source_alone_judges_has_the_margin_of_untried_parts() -> None:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.choices import values_of
+from fsdp2prof.estimators.config.choices import dtype_bytes, values_of
 from fsdp2prof.estimators.config.mesh import MeshSpec
-from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding.groups import ParameterGroup, ShardedParameter, parameter_groups
 from fsdp2prof.estimators.simulate.program import (
