@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 
+from fsdp2prof.analyzers.findings import listed
 from fsdp2prof.analyzers.layers import natural_key
 from fsdp2prof.errors import UsageError
 from fsdp2prof.reporters.document import Column, Document, Section, Table, Value
 from fsdp2prof.units import plural
 from fsdp2prof.vocabulary import layer_name
 
+_NAMED = 12
+"""Columns that an error names."""
 _LAYER = "layer"
 """What people call a column whose key is ``fqn``."""
 
@@ -25,8 +29,10 @@ def arranged(document: Document, sort: str | None, top: int | None) -> Document:
     name, descending = _order(sort)
     tables = list(document.tables().values())
     if name is not None and not any(_position(table.columns, name) is not None for table in tables):
-        known = dict.fromkeys(column.name for table in tables for column in table.columns)
-        raise UsageError(f"--sort {name}: no table has such a column; there is {', '.join(known) or 'none'}")
+        known = list(dict.fromkeys(column.name for table in tables for column in table.columns))
+        close = get_close_matches(name, known, n=3)
+        hint = f"did you mean {', '.join(close)}?" if close else f"there is {listed(known, _NAMED) or 'none'}"
+        raise UsageError(f"--sort {name}: no table has such a column; {hint}")
 
     def arrange(sections: Sequence[Section]) -> list[Section]:
         return [
