@@ -172,6 +172,11 @@ def estimate_communication(described: Described, *, weight_sync: str | None = No
     return _noted(estimate_comm(spec.model, spec.mesh, spec.policy, sync), spec, described, "comm")
 
 
+_WITHOUT_MEMORY = (
+    "Whether it fits in memory is not checked here: `fsdp2prof estimate memory` takes the same options."
+)
+
+
 def _of_execution_trace(path: Path, spec: EstimateSpec, cluster: Cluster) -> StepPrediction:
     from fsdp2prof.estimators.step import simulate_program
     from fsdp2prof.estimators.timeline.execution_trace import program_of_trace
@@ -229,7 +234,8 @@ def estimate_step(
             prediction = replace(prediction, estimate=with_older(prediction.estimate, steps))
     if save is not None:
         save_step_run(save, prediction)
-    return _noted(prediction.estimate, spec, described, "step")
+    noted = _noted(prediction.estimate, spec, described, "step")
+    return noted if execution_trace is not None else replace(noted, verdict=[*noted.verdict, _WITHOUT_MEMORY])
 
 
 def anchors_of(described: Described, measured: Measured | Sequence[MeasuredRun]) -> list[Anchor]:
