@@ -62,6 +62,10 @@ class PlainOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._observers: tuple[Callable[..., None], Callable[..., None]] | None = before, after
         self._has_left = False
+        self._unfolding: tuple[Any, tuple[bool, ...]] | None = None
+        self.needed: tuple[bool, ...] | None = None
+        """Which arguments of a DTensor's operator, of which the observed one is the part of this rank, need a
+        gradient: the parts themselves never do. Null of others."""
 
     def leave(self) -> bool:
         """Observe nothing more, and leave torch's stack of modes where this mode is on top of it.
@@ -81,6 +85,7 @@ class PlainOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         for kind in types:
             if hasattr(kind, "__tensor_flatten__"):
+                self._unfolding = func, tuple(getattr(one, "requires_grad", False) for one in args)
                 return NotImplemented
         arguments = _with_tensors(func, args, kwargs or {})
         if (observers := self._observers) is None:
@@ -88,6 +93,9 @@ class PlainOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before, after = observers
         before(func, arguments)
         result = func(*arguments[0], **arguments[1])
+        self.needed = None
+        if self._unfolding is not None and self._unfolding[0] is func:
+            self.needed, self._unfolding = self._unfolding[1], None
         after(func, arguments, result)
         return result
 

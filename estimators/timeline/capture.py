@@ -79,6 +79,7 @@ class Capture:
         self._pending: dict[int, int] = {}
         self._in_backward = False
         self._labels: list[str] = []
+        self._operators = PlainOperators(self._before, self._operator)
         self._active = ExitStack()
 
     @property
@@ -88,7 +89,7 @@ class Capture:
 
     def __enter__(self) -> Capture:
         self._active.enter_context(_watched(self))
-        self._active.enter_context(PlainOperators(self._before, self._operator))
+        self._active.enter_context(self._operators)
         self._active.enter_context(told_of_launches(self._fused))
         return self
 
@@ -166,7 +167,7 @@ class Capture:
             if name == "aten::_local_scalar_dense" and not self._in_optimizer:
                 self.commands.append(HostWait(self.stream(), call="cudaStreamSynchronize"))
         else:
-            work = work_of(func, args, kwargs, result)
+            work = work_of(func, args, kwargs, result, self._operators.needed)
             kernel = Kernel(self.stream(), name, work)
             self.commands.append(kernel if self._host is None else self._beside_host(kernel, self._host))
 

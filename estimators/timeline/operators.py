@@ -6,7 +6,7 @@ written, of what the operator really touches (an embedding reads the rows it loo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
@@ -132,17 +132,26 @@ def collective_of(name: str, args: tuple[Any, ...], result: Any) -> CollectiveSi
     return CollectiveSizes(op, _dtype(inputs[0]), sent, got, payload)
 
 
-def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work | None:
-    """Return the work of one operator; None if it touches no memory."""
+def work_of(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    needed: tuple[bool, ...] | None = None,
+) -> Work | None:
+    """Return the work of one operator; None if it touches no memory.
+
+    ``needed``: which arguments need a gradient, where they do not say it themselves.
+    """
     name = func._schema.name if hasattr(func, "_schema") else str(func)
     inputs = [*_tensors(args), *_tensors(kwargs)]
     outputs = list(_tensors(result))
     if not inputs and not outputs:
         return None
     if name in _MATMULS:
-        return _matmul(name, args, inputs, outputs)
+        return _matmul(name, args, inputs, outputs, needed)
     if name in _GROUPED:
-        return _grouped(args, inputs, outputs)
+        return _grouped(args, inputs, outputs, needed)
     if "attention" in name and "scaled_dot_product" in name:
         return _attention(name, args, inputs, outputs)
     if name == "fsdp::all_gather_copy_in":
@@ -178,7 +187,13 @@ def _reread_bytes(name: str, args: tuple[Any, ...]) -> int:
     return times * _bytes(first) if row > _ROW_KEPT_BYTES else 0
 
 
-def _matmul(name: str, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> Work:
+def _matmul(
+    name: str,
+    args: tuple[Any, ...],
+    inputs: list[Tensor],
+    outputs: list[Tensor],
+    needed: tuple[bool, ...] | None,
+) -> Work:
     left, right = (args[position] for position in _MATMULS[name])
     batch = left.shape[0] if left.dim() == 3 else 1
     m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
@@ -189,13 +204,15 @@ def _matmul(name: str, args: tuple[Any, ...], inputs: list[Tensor], outputs: lis
         2 * batch * m * n * k,
         (batch, m, n, k),
         unaligned=any(map(_is_unaligned, [left, right, *outputs])),
-        gradients=_gradients(left, right),
+        gradients=_gradients(args, _MATMULS[name], needed),
     )
 
 
-def _gradients(left: Tensor, right: Tensor) -> int:
+def _gradients(args: tuple[Any, ...], factors: Iterable[int], needed: tuple[bool, ...] | None) -> int:
     """Operands that need a gradient; inside a function with its own backward, or a graph, both may."""
-    return left.requires_grad + right.requires_grad if torch.is_grad_enabled() else 2
+    if not torch.is_grad_enabled():
+        return 2
+    return sum(args[one].requires_grad if needed is None else needed[one] for one in factors)
 
 
 def _is_unaligned(matrix: Tensor) -> bool:
@@ -203,7 +220,9 @@ def _is_unaligned(matrix: Tensor) -> bool:
     return max(matrix.stride()[-2:]) * matrix.element_size() % 16 != 0
 
 
-def _grouped(args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> Work:
+def _grouped(
+    args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor], needed: tuple[bool, ...] | None
+) -> Work:
     """Groups count as equally large: where they end is in the values of a tensor."""
     left, right = args[0], args[1]
     groups = left.shape[0] if left.dim() == 3 else right.shape[0] if right.dim() == 3 else outputs[0].shape[0]
@@ -217,7 +236,7 @@ def _grouped(args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor])
         n = ceil(n / groups)
     else:
         k = ceil(k / groups)
-    moved, gradients = sum(map(_bytes, [*inputs, *outputs])), _gradients(left, right)
+    moved, gradients = sum(map(_bytes, [*inputs, *outputs])), _gradients(args, (0, 1), needed)
     return Work("matmul", _dtype(left), moved, flops, (groups, m, n, k), gradients=gradients)
 
 

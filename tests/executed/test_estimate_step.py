@@ -113,6 +113,13 @@ def test_frozen_weights_need_no_products_for_their_gradients(ac: str) -> None:
     assert made[0] == 2 * tokens * (first + 2 * dim * vocabulary) + attention
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tensor_parallelism_divides_the_models_operations(compiled: bool) -> None:
+    policy = PolicySpec(seq_len=32, compile=compiled)
+    alone, divided = (program_of(MODEL, MeshSpec(dp_shard=2, tp=tp), policy).model_flops for tp in (1, 2))
+    assert alone == 2 * divided
+
+
 def test_the_parts_sum_to_the_step_and_every_layer_is_named(program: Program) -> None:
     made = simulate_program(program, MODEL, MeshSpec(dp_shard=8), POLICY, H100)
     estimate = made.estimate
