@@ -245,7 +245,8 @@ _SMALL_BYTES = 1024
 def activations_on_host(root: nn.Module, host: HostMemory) -> Iterator[None]:
     """Copy to the host what the root's forward saves, parameters apart, and back as backward asks for it.
 
-    As by ``OffloadActivations`` of torchtune and prime-rl, without streams of its own.
+    As by ``OffloadActivations`` of torchtune and prime-rl, without streams of its own. What a loss outside of
+    that forward saves stays, as the logits do there.
     """
 
     def pack(tensor: Tensor) -> tuple[Tensor, bool]:

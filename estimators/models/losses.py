@@ -169,7 +169,11 @@ def _preference(taken: Tensor, reference: Tensor | None, beta: float = 0.1) -> T
 def _in_pieces(
     head: Callable[[Tensor], Tensor], hidden_bsd: Tensor, targets_bs: Tensor, how: InPieces
 ) -> Tensor:
-    """Mean cross-entropy over chunks of the sequence or of the tokens, with logits recomputed or kept."""
+    """Mean cross-entropy over chunks of the sequence or of the tokens, with logits recomputed or kept.
+
+    Logits that are kept stay on the device where the forward around them offloads what it saves: they are its
+    result, and torchtune computes the loss after it (``recipes/full_finetune_distributed.py``).
+    """
 
     def piece_loss(hidden: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(head(hidden).flatten(0, 1).float(), targets.flatten(), reduction="sum")
@@ -179,13 +183,16 @@ def _in_pieces(
         parts = [(hidden_bsd[:, some], targets[:, some]) for some in _slices(hidden_bsd.shape[1], how.count)]
     else:
         parts = list(zip(hidden_bsd.chunk(how.count, dim=1), targets_bs.chunk(how.count, dim=1), strict=True))
-    losses = [
-        piece_loss(hidden, targets)
-        if isinstance(how, ChunkedKept)
-        else checkpoint(piece_loss, hidden, targets, use_reentrant=False)
-        for hidden, targets in parts
-    ]
+    if isinstance(how, ChunkedKept):
+        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            losses = [piece_loss(hidden, targets) for hidden, targets in parts]
+    else:
+        losses = [checkpoint(piece_loss, hidden, targets, use_reentrant=False) for hidden, targets in parts]
     return torch.stack(losses).sum() / targets_bs.numel()
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class _ByVocabulary(torch.autograd.Function):

@@ -116,6 +116,13 @@ def test_what_forward_saves_is_on_the_host_until_backward_asks_for_it() -> None:
     assert kept.peak.active_bytes - away.peak.active_bytes > 5 * inputs
 
 
+def test_logits_that_are_kept_stay_on_the_device() -> None:
+    """They are the forward's result: the loss, which saves them, comes after it."""
+    policy = PolicySpec.from_mapping({"seq_len": 1024, "ac": "full", "loss": "chunked-kept:4"})
+    moved = capture_step(MODEL, MeshSpec(dp_shard=RANKS), replace(policy, offload_activations=True))
+    assert copied(moved, "device_to_host") < 1024 * 50_257 * 2
+
+
 def test_offloads_that_exclude_each_other_are_refused() -> None:
     with pytest.raises(ModelError, match="on the host already"):
         PolicySpec(seq_len=32, offload=True, offload_optimizer=True)
