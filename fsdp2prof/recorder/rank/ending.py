@@ -114,7 +114,10 @@ class _Ending:
         if os.getpid() == self._pid:
             self._told.set()
             self._session.end(self._error, crashed=self._crashed)
+            heard = list(self._heard)
             self.leave_signals()
+            for one in heard:
+                one.wait()
 
     def watch_signals(self) -> None:
         """Be told of SIGTERM where it would kill the process, and of Ctrl-C in a job of several ranks."""

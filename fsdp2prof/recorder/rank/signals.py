@@ -7,6 +7,7 @@ was there before it, also while the main thread hangs in C++. Neither ``signal.g
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import faulthandler
 import os
@@ -20,6 +21,8 @@ from fsdp2prof.recorder.guard import guard, in_c
 _STACK_S = 0.01
 """Seconds in which a stack is written."""
 _STACK_BYTES = 1 << 16
+_END_S = 0.5
+"""Seconds that a thread with nothing to do has to end, on a busy host."""
 
 
 class HeardSignal:
@@ -39,6 +42,8 @@ class HeardSignal:
         faulthandler.register(self._number, self._writer, all_threads=False, chain=is_handled)
         self._ours = address(self._number)
         os.register_at_fork(after_in_child=guard.hook("ending", self.close))
+        self._listens = _thread.allocate_lock()
+        self._listens.acquire()
         guard.thread("ending", self._listen)
 
     def close(self) -> None:
@@ -50,12 +55,17 @@ class HeardSignal:
                 if self._is_ours(descriptor):
                     os.close(descriptor)
 
+    def wait(self) -> None:
+        """Give the thread of a closed one time to end before Python does, which stops those that still run."""
+        self._listens.acquire(timeout=_END_S)
+
     def _listen(self) -> None:
         try:
             while self._came():
                 self._action()
         finally:
             self.close()
+            self._listens.release()
 
     def _came(self) -> bool:
         """Wait for the signal; ``False`` where the training closed a descriptor that it does not know."""
