@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -59,19 +60,21 @@ def in_child(case: Callable[[], object]) -> str:
         return said.read()
 
 
-def threads_left() -> int:
-    before, signals = len(os.listdir("/proc/self/task")), [hear(USR1), hear(signal.SIGUSR2)]
-    for one in signals:
-        one.close()
-        one.wait()
-    until = time.monotonic() + 30  # the lock is the last thing that a thread lets go
-    while time.monotonic() < until and len(os.listdir("/proc/self/task")) > before:
-        time.sleep(0.01)
-    return len(os.listdir("/proc/self/task")) - before
-
-
 def test_a_closed_signals_thread_ends() -> None:
-    assert in_child(threads_left) == "0"
+    def threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    def case() -> object:
+        before, signals = threads(), [hear(USR1), hear(signal.SIGUSR2)]
+        for one in signals:
+            one.close()
+            one.wait()
+        until = time.monotonic() + 30  # the lock is the last thing that a thread lets go
+        while time.monotonic() < until and threads() > before:
+            time.sleep(0.01)
+        return threads() - before
+
+    assert in_child(case) == "0"
 
 
 def test_a_signal_is_heard_once_and_its_handler_is_called() -> None:

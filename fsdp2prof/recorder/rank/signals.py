@@ -56,7 +56,7 @@ class HeardSignal:
                     os.close(descriptor)
 
     def wait(self) -> None:
-        """Give the thread of a closed one time to end before Python does, which stops those that still run."""
+        """Give the thread of a closed one time to end before Python, which stops those that still run."""
         self._listens.acquire(timeout=_END_S)
 
     def _listen(self) -> None:
