@@ -302,8 +302,30 @@ def test_a_registry_is_read_and_not_run(tmp_path: Path) -> None:
     (folder / "config_registry.py").write_text(older)
     got = read_trainer_files([folder / "config_registry.py:small"], world_size=8)
     assert (made(got)["batch_size"], made(got)["seq_len"], made(got)["optimizer"]) == (8, 8192, "adamw")
+    assert got.values["stack"] == "torchtitan-2026-02"  # those with a loss name it
     with pytest.raises(InputError, match="one of small, float8"):
         read_trainer_files([folder / "config_registry.py"], world_size=8)
+
+
+def test_a_registrys_helpers_are_given_their_arguments(tmp_path: Path) -> None:
+    """The family is of the folder, of the function, or of where the model comes from."""
+    (tmp_path / "recipes.py").write_text("""
+def _base(model_spec, sequences, *, length=4096, compiled):
+    config = Trainer.Config(model_spec=model_spec, compile=CompileConfig(enable=compiled))
+    config.training = TrainingConfig(local_batch_size=sequences, seq_len=length)
+    return config
+
+def mine():
+    from torchtitan.models.llama3 import model_registry
+    return _base(model_registry("8B"), 2 * 3, compiled=True)
+
+def gpt_oss_20b():
+    return _base(model_registry("20b"), 1, compiled=False)
+""")
+    other = made(read_trainer_files([tmp_path / "recipes.py:gpt_oss_20b"], world_size=8))
+    assert (other["model"], other["batch_size"]) == ("gpt-oss-20b", 1)
+    got = made(read_trainer_files([tmp_path / "recipes.py:mine"], world_size=8))
+    assert (got["model"], got["batch_size"], got["seq_len"], got["compile"]) == ("llama3-8b", 6, 4096, True)
 
 
 def test_what_a_registry_tells_its_model_is_read(tmp_path: Path) -> None:

@@ -1,21 +1,24 @@
 """torchtitan's Python registries of 2026, read without running them.
 
 A registry is a module of functions, each of which returns ``Trainer.Config(...)``. The syntax tree is
-evaluated as far as it is literal: keyword arguments, attributes that are assigned later, and a function that
-starts from another. Computed values are left out.
+evaluated as far as it is literal: arguments, attributes that are assigned later, and a function that starts
+from another. Computed values are left out.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
+from types import MappingProxyType
 from typing import Any
 
 from fsdp2prof.errors import ModelError
 
-_MODEL_FOLDER = re.compile(r"^(llama3|llama4|qwen3|deepseek_v3|gpt_oss)(?=_(?!\d)|$)")
+_MODEL_FOLDER = re.compile(r"^(llama3|llama4|qwen3(?!_5)|deepseek_v3|gpt_oss)(?=_|$)")
 """Folders, and what functions start with; ``qwen3_5`` is another model."""
+_REGISTRY = "model_registry"
 _MODES = {
     "selectiveac": ("selective", "op"),
     "fullac": ("full", None),
@@ -61,12 +64,28 @@ def parse_registry(text: str, path: PurePath, function: str | None) -> dict[str,
     made_by = str(config.get("_made", "Config"))
     if not made_by.endswith("Config"):
         raise ModelError(f"{path}: {function} starts from {made_by}, which the file does not define")
-    return _as_toml(config, path, function)
+    imported = _imported(functions[function]) or _imported(tree)
+    places = [*imported, path.parent.name, function] if len(imported) == 1 else [path.parent.name, function]
+    return _as_toml(config, places)
 
 
-def _returned(node: ast.FunctionDef, functions: dict[str, ast.FunctionDef], running: tuple[str, ...]) -> Any:
-    """Value that a function returns; ``running`` are the functions being evaluated."""
-    names: dict[str, Any] = {}
+def _imported(node: ast.AST) -> set[str]:
+    """Folders from which a function or a module imports the models' registry."""
+    return {
+        (one.module or "").rpartition(".")[2]
+        for one in ast.walk(node)
+        if isinstance(one, ast.ImportFrom) and any(name.name == _REGISTRY for name in one.names)
+    } - {""}
+
+
+def _returned(
+    node: ast.FunctionDef,
+    functions: dict[str, ast.FunctionDef],
+    running: tuple[str, ...],
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """Value that a function returns for ``given`` arguments; ``running`` are those being evaluated."""
+    names: dict[str, Any] = dict(given)
 
     def value_of(item: ast.expr | None) -> Any:
         if isinstance(item, ast.Constant):
@@ -91,10 +110,23 @@ def _returned(node: ast.FunctionDef, functions: dict[str, ast.FunctionDef], runn
 
     def called(item: ast.Call) -> Any:
         name = ast.unparse(item.func)
-        if name in functions and name not in running and not item.args:
-            return _returned(functions[name], functions, (*running, name))
         keywords = {one.arg: value_of(one.value) for one in item.keywords if one.arg is not None}
-        return {"_made": name, "_args": [value_of(one) for one in item.args], **keywords}
+        values = [value_of(one) for one in item.args]
+        if name not in functions or name in running:
+            return {"_made": name, "_args": values, **keywords}
+        takes = functions[name].args
+        named = [one.arg for one in (*takes.posonlyargs, *takes.args)]
+        usual: list[tuple[str, ast.expr | None]] = [*zip(named[::-1], takes.defaults[::-1], strict=False)]
+        usual += [
+            (one.arg, default) for one, default in zip(takes.kwonlyargs, takes.kw_defaults, strict=True)
+        ]
+        given = {one: value_of(default) for one, default in usual}
+        return _returned(
+            functions[name],
+            functions,
+            (*running, name),
+            given | dict(zip(named, values, strict=False)) | keywords,
+        )
 
     for statement in node.body:
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
@@ -122,13 +154,13 @@ def _assign(names: dict[str, Any], target: ast.expr, value: Any) -> None:
         table[path[-1]] = value
 
 
-def _as_toml(config: dict[str, Any], path: PurePath, function: str) -> dict[str, Any]:
-    """The tables of a registry under the names that TOML files had."""
+def _as_toml(config: dict[str, Any], places: Sequence[str]) -> dict[str, Any]:
+    """The tables of a registry under the names that TOML files had; a place names the family."""
     found = {name: value for name, value in config.items() if not name.startswith("_")}
     spec = found.pop("model_spec", None)
     spec = spec if isinstance(spec, dict) else {}
     flavor = [*spec.get("_args", ()), spec.get("flavor")][0]
-    family = _MODEL_FOLDER.match(path.parent.name) or _MODEL_FOLDER.match(function)
+    family = next(filter(None, map(_MODEL_FOLDER.match, places)), None)
     if isinstance(flavor, str):
         named = {name: spec[name] for name in _OF_MODELS if name in spec}
         found["model"] = {"name": family[1] if family else None, "flavor": flavor, **named}

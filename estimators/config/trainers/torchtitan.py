@@ -28,6 +28,10 @@ _SINCE = (
     ("quantize", "2025-09", "8a2686c4a"),
 )
 """Keys and sections that files have since a month and a commit."""
+_WITH_LOSSES, _BEFORE_LOSSES = "torchtitan-2026-08", "torchtitan-2026-02"
+"""Stack of the registries whose functions all name their loss (b5bcd76c6), and of those that name none."""
+_TOKENS = "training.num_tokens_per_microbatch_per_dp_rank"
+"""A key that registries have since then."""
 _REGISTRY_BATCH = (8, "torchtitan/config/configs.py:37, before 73aed7f6c (August 2026)")
 """Of a registry that gives ``seq_len``, a name of before batches were counted in tokens."""
 
@@ -54,6 +58,8 @@ def _date(run: Reading) -> None:
     if until is not None:
         run.take_stack(until[3])
         run.is_recent |= run.has("training.local_batch_size")  # newer than what that stack may be instead
+    elif run.stack == _WITH_LOSSES and not run.has("loss", _TOKENS):
+        run.take_stack(_BEFORE_LOSSES)
     stated = month_of(run.stack) if run.stack_is_stated else None
     if stated is None:
         return
@@ -73,8 +79,8 @@ def _model(run: Reading) -> None:
     if name.value is None or flavor.value is None:
         if flavor.value is not None:
             run.no_model = (
-                f"{flavor.source}: the family of {flavor.value}, which the name of a registry's folder or "
-                "function says, is not built in: add --model"
+                f"{flavor.source}: the family of {flavor.value}, which the registry's folder, function or "
+                "import says, is not known: add --model"
             )
         return
     size, _, kernel = flavor.word().partition("_flex_" if "_flex_" in flavor.word() else "_varlen_")
@@ -129,7 +135,7 @@ def _mesh(run: Reading) -> None:
 
 def _batch(run: Reading) -> None:
     seq_len = run.get("training.seq_len", "training.max_context_length")
-    tokens = run.get("training.num_tokens_per_microbatch_per_dp_rank")
+    tokens = run.get(_TOKENS)
     local = run.get("training.local_batch_size", "training.batch_size")
     folded = tokens.given or (tokens.value is not None and not local.given and seq_len.key.endswith("length"))
     read = tokens if folded else local
@@ -193,7 +199,7 @@ def _checkpointing(run: Reading) -> None:
 def _loss_in_pieces(run: Reading) -> None:
     """The chunked loss of the registries of August 2026; older ones name it, or have none."""
     chunks = run.get("loss.num_chunks")
-    if chunks.value and (chunks.given or not run.has("training.local_batch_size")):
+    if chunks.value and (chunks.given or run.stack == _WITH_LOSSES):
         run.set("loss", f"chunked-backward:{chunks.number(1)}", chunks)
 
 
