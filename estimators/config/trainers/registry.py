@@ -64,9 +64,8 @@ def parse_registry(text: str, path: PurePath, function: str | None) -> dict[str,
     made_by = str(config.get("_made", "Config"))
     if not made_by.endswith("Config"):
         raise ModelError(f"{path}: {function} starts from {made_by}, which the file does not define")
-    imported = _imported(functions[function]) or _imported(tree)
-    places = [*imported, path.parent.name, function] if len(imported) == 1 else [path.parent.name, function]
-    return _as_toml(config, places)
+    own, of_file = _imported(functions[function]), _imported(tree)
+    return _as_toml(config, [*own, path.parent.name, function, *(of_file if len(of_file) == 1 else ())])
 
 
 def _imported(node: ast.AST) -> set[str]:
