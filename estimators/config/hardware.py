@@ -77,6 +77,10 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Bandwidth to peers inside a node, one direction, all links of a device together."""
     bus_gb_per_s: dict[_Count, _Rate] = {}
     direct_gpus: _Count | None = None
+    node_gpus: _Count = 8
+    """GPUs that one node has, or a rack with a switch for all of it."""
+    host_gpus: _Count | None = None
+    """GPUs of one host, where a rack has several."""
     nvls_gb_per_s: _Rate | None = None
     nvls_ranks: _Count = 2
     multiprocessors: _Count | None = None

@@ -182,12 +182,13 @@ def _for_accelerate(request: PlanRequest, one: Candidate) -> list[Recipe]:
 
 def _accelerate(request: PlanRequest, one: Candidate) -> str:
     mesh, policy = one.mesh, one.policy
+    host = request.cluster.hardware.host_gpus or request.cluster.gpus_per_node
     words = {True: "true", False: "false"}
     lines = [
         "compute_environment: LOCAL_MACHINE",
         "distributed_type: FSDP",
         f"mixed_precision: {_DTYPES.get(policy.compute_dtype, 'no')}",
-        f"num_machines: {-(-request.gpus // request.cluster.gpus_per_node)}",
+        f"num_machines: {-(-request.gpus // host)}",
         f"num_processes: {request.gpus}",
         "fsdp_config:",
         "  fsdp_version: 2",

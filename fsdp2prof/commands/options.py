@@ -85,7 +85,7 @@ class Place(NamedTuple):
     """Where a run is, as the options say."""
 
     hardware: str | None
-    gpus_per_node: int
+    gpus_per_node: int | None
     network: str | None
     nics_per_node: int | None
 
@@ -95,9 +95,10 @@ class Place(NamedTuple):
         from fsdp2prof.estimators.config.cluster import Cluster
         from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
 
+        found = hardware or HardwareSpec.parse(str(self.hardware))
         return Cluster(
-            hardware=hardware or HardwareSpec.parse(str(self.hardware)),
-            gpus_per_node=self.gpus_per_node,
+            hardware=found,
+            gpus_per_node=self.gpus_per_node or found.node_gpus,
             network=None if self.network is None else NetworkSpec.parse(self.network),
             nics_per_node=self.nics_per_node,
             copy_engine_gathers=copy_engine_gathers,
@@ -111,7 +112,7 @@ def place_options(
     ``place``."""
     options = (
         CLUSTER.everyday("--hardware", required=required, shell_complete=complete_hardware, help=hardware),
-        CLUSTER("--gpus-per-node", type=click.IntRange(1), default=8),
+        CLUSTER("--gpus-per-node", type=click.IntRange(1), help="[8; 72 in an NVL72 rack]"),
         CLUSTER.everyday("--network", shell_complete=complete_network, help=network),
         CLUSTER("--nics-per-node", type=click.IntRange(1), help="[one a GPU]"),
     )

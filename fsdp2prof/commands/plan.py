@@ -112,9 +112,9 @@ def plan(
         raise UsageError("plan needs --gpus: all of them together")
     if global_batch is None and most != "batch-size":
         raise UsageError("plan needs --global-batch: sequences of one optimizer step, all ranks together")
-    if place.network is None and gpus > place.gpus_per_node:
-        place = place._replace(network="400gb-ib")
     cluster = place.cluster()
+    if place.network is None and gpus > cluster.gpus_per_node:
+        cluster = place._replace(network="400gb-ib").cluster()
     fixed_mesh, fixed_policy = parse_fixed(fix)
     amount, currency = _price(price)
     known = measured_of(measured, of_memory=False)
