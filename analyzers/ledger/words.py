@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
+from fsdp2prof.analyzers.findings import wordings
 from fsdp2prof.analyzers.layers import times
 from fsdp2prof.analyzers.ledger.book import SLOWED, UNTRACED, Book
 from fsdp2prof.analyzers.steps import are_unlike, differs_traced, kinds_of_steps, typical_ns
@@ -79,6 +80,9 @@ def _unexplained(ledger: Ledger, head: str) -> list[str]:
     return [f"{worst.said} {head}", then]
 
 
+_UNKNOWN_CHANGE = "; the recording does not show how to avoid it"
+
+
 def _larger(told: LedgerEntry, ledger: Ledger) -> str:
     """Name the largest cause without a known change, if it costs much more than the one that has one."""
     lost = [one for one in ledger.entries if _is_lost(one) and not one.told]
@@ -86,7 +90,8 @@ def _larger(told: LedgerEntry, ledger: Ledger) -> str:
     if worst is None or worst.ns < _MUCH_MORE * told.ns or worst.frac < _MUCH:
         return ""
     cost = f"{format_ns(worst.ns)} ({format_frac(worst.frac)})"
-    return f" A larger part, {cost}, is {worst.title}; the recording does not show how to avoid it."
+    known = wordings("ledger").get(worst.id, {}).get("change")  # that may cost more than it gains here
+    return f" A larger part, {cost}, is {worst.title}{'' if known else _UNKNOWN_CHANGE}."
 
 
 def _is_lost(entry: LedgerEntry) -> bool:
@@ -110,6 +115,10 @@ def _nothing(tried: Sequence[WhatIfChange], ledger: Ledger) -> str:
     return f"{NOTHING}. Of the replayed settings, {best.change} gains most: {gain}."
 
 
+_MORE = 1.1
+"""Times its entry's own time that a replayed change gains, from which on all of that is named."""
+
+
 def try_first(entry: LedgerEntry, ledger: Ledger) -> str:
     """Return the change, its gain, and the basis of the gain."""
     remedy = entry.remedy
@@ -122,6 +131,10 @@ def try_first(entry: LedgerEntry, ledger: Ledger) -> str:
         return f"{change} This saves at most {format_ns(remedy.gain_ns)} ({part}) of a step: {UNTRACED}."
     amount = f"{format_ns(remedy.gain_ns)} ({format_frac(remedy.gain_frac)}) {of_step(ledger)}"
     if remedy.basis == "replay":
+        tried = entry.evidence.get("what_if")
+        whole = tried.get("gained_ns_per_step") if isinstance(tried, dict) else None
+        if isinstance(whole, float) and whole > _MORE * remedy.gain_ns:  # ranks wait less for each other, too
+            amount = f"{format_ns(whole)} ({format_frac(whole / ledger.step_ns)}) {of_step(ledger)}"
         return f"{change} In a replay of this recording, this saves {amount}."
     # On a busy host the waiting for cores and for other ranks that such work causes goes with it.
     busy = entry.cause != "starved" and ledger.causes_ns.get("starved", 0.0) >= _BUSY * ledger.step_ns
