@@ -154,11 +154,12 @@ def _evaluation(book: Book) -> None:
         f"Run the forward that no backward uses, called at {site}," if bare else f"Run the forward at {site}"
     )
     key = "forward_without_backward/generating" if generating else "forward_without_backward"
+    gathering = sum(one.ns for one in mine if one.op == "all_gather") if generating and not prefix else ALL
     book.enter(
         mine,
         "forward_without_backward/prefix" if prefix else key if keep or generating else f"{key}/gathered",
         {"forwards_per_step": each, "steps": len(steps), "site": site},
-        gain_ns=gain if prefix else ALL,
+        gain_ns=gain if prefix else gathering,
         calm=((needed or each >= _SERIES) and not gathered and not prefix)
         or (bool(steps) and steps <= _without_some_model(book)),
         run="forward runs" if one_alone else "forwards run",

@@ -253,10 +253,11 @@ def test_waiting_for_offloaded_parameters_is_not_a_synchronisation_of_the_script
 )
 def test_generation_is_not_to_be_left_out(site: str, change: str) -> None:
     """Four layers are gathered in each of four forwards; where they stay gathered, less is said."""
-    forwards = {"cause": "evaluation", "ns": 9 * MS, "count": 4, "site": site, "phase": "forward"}
-    gathers = {"cause": "evaluation", "ns": MS, "count": 16, "op": "all_gather", "phase": "forward"}
+    forwards = {"cause": "evaluation", "ns": 4 * MS, "count": 4, "site": site, "phase": "forward"}
+    gathers = {"cause": "evaluation", "ns": 6 * MS, "count": 16, "op": "all_gather", "phase": "forward"}
     (first,) = told(ledger_of([forwards, gathers], [sharded()]))
     assert first.remedy is not None
+    assert first.remedy.gain_ns == (6 if "Keep" in change else 10) * MS
     assert re.match(change, first.remedy.change)
     for count in (1, 4):  # a series may be the training's own, as rollouts are
         kept = told(ledger_of([forwards | {"count": count}, gathers | {"count": 0}], [sharded()]))
