@@ -222,7 +222,7 @@ def _training(manifest: RankManifest) -> dict[str, str]:
 
 _SENTENCES = 4
 """Of a verdict."""
-_ALWAYS = frozenset({"leak", "out_of_memory"})
+_ALWAYS = frozenset({"kept_after_backward", "leak", "out_of_memory"})
 """Findings about memory that hold however much of it is free."""
 _SAID_BY_LEDGER = {"root_only": "wrapping_too_coarse", "not_optimized": "backward_untrained"}
 """Setup findings that the ledger reports with their cost."""

@@ -13,9 +13,9 @@ from math import prod
 
 import numpy as np
 
-from fsdp2prof.analyzers import findings
+from fsdp2prof.analyzers import findings, intervals
 from fsdp2prof.analyzers.memory.attribution import own_frame
-from fsdp2prof.analyzers.memory.prepared import PreparedRecording, running_total
+from fsdp2prof.analyzers.memory.prepared import PreparedRecording, live_at, running_total
 from fsdp2prof.analyzers.memory.remedies import in_loss, kept_gathered, kept_gradients
 from fsdp2prof.analyzers.memory.wording import request_story, what_would_fit, where
 from fsdp2prof.by_key import grouped
@@ -31,6 +31,7 @@ from fsdp2prof.vocabulary import category_label, layer_name
 
 _FIRST_STEPS = 2
 """Steps at the beginning of a training that may leave less than later ones."""
+_OF_MODULES = ("forward", "backward")
 _STATES = ("sharded_parameter", "optimizer_state")
 """Live for ever by design."""
 
@@ -120,6 +121,7 @@ def rank_findings(
         *_unsharded_together(result.peak, manifest),
         *_unsharded_gradients(view, manifest),
         *_fp32_logits(view),
+        *_kept_after_backward(view),
         *_optimizer_first_step(view),
         *_held_across_streams(view),
         *_gradients_kept(view),
@@ -261,6 +263,27 @@ def _fp32_logits(view: PreparedRecording) -> Iterator[Finding]:
     loss = in_loss(live, view.recording.stacks)
     blocks = {"blocks": int(loss.sum())}
     yield from _of_peak("logits_in_loss", int(live.size[loss].sum()), view.peak_bytes, blocks)
+
+
+def _kept_after_backward(view: PreparedRecording) -> Iterator[Finding]:
+    """Forward's tensors that outlive their backward: a later forward has begun, no backward frees them."""
+    rows, phases = view.allocations, view.phases
+    order = np.argsort(rows.alloc_order, kind="stable")
+    order = order[rows.alloc_order[order] >= 0]
+    phase = rows.phase.take(order)
+    order = order[phase.matches(_OF_MODULES.__contains__)]
+    begins = rows.phase.take(order).equals("forward")
+    begins[1:] &= rows.phase.take(order[:-1]).equals("backward")
+    begun = rows.alloc_order[order[begins]][1:]
+    begun = begun[begun <= view.peak_order]
+    if not len(begun):
+        return
+    kept = live_at(rows, view.peak_order) & rows.phase.equals("forward") & rows.category.equals("activation")
+    kept &= (rows.alloc_order >= 0) & (rows.alloc_order < begun[-1])
+    freed = intervals.containing(phases.start_ns, phases.end_ns, rows.free_ns)
+    kept &= ~phases.phase.lookup(freed).equals("backward")
+    facts = {"blocks": int(kept.sum())}
+    yield from _of_peak("kept_after_backward", int(rows.size[kept].sum()), view.peak_bytes, facts)
 
 
 def _optimizer_first_step(view: PreparedRecording) -> Iterator[Finding]:

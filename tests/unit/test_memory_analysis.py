@@ -644,6 +644,27 @@ def test_gradients_without_sync_and_gradients_kept(tmp_path: Path):
     assert found["gradients_not_none"].evidence["bytes"] == 700
 
 
+@pytest.mark.parametrize("freed", ["by the script", "by a later backward"])
+def test_what_a_script_keeps_of_a_forward_outlives_its_backward(freed: str, tmp_path: Path):
+    """Logits of two micro-batches beside a third; in a pipeline, their own backward comes later."""
+    t = Training()
+    for micro_batch in range(3):
+        t.within("FSDP::pre_forward (a)").get(f"logits {micro_batch}", 400).get("activation", 10)
+        t.within("FSDP::post_forward (a)")
+        t.within("FSDP::pre_backward (a)").get("temporary", 20).drop("temporary", "activation")
+        if micro_batch == 2 and freed == "by a later backward":
+            t.drop("logits 0", "logits 1", "logits 2")
+        t.within("FSDP::root_post_backward_callback")
+    if freed == "by the script":
+        t.drop("logits 0", "logits 1", "logits 2")
+    found = {one.id: one for one in analyze_memory([(0, t.read(tmp_path), None)]).findings}
+    if freed == "by the script":
+        assert found["kept_after_backward"].evidence["bytes"] == 800
+        assert found["kept_after_backward"].severity == "medium"
+    else:
+        assert "kept_after_backward" not in found
+
+
 @pytest.mark.parametrize(("forwards", "backwards", "saves"), [(6, 1, 5000), (1, 1, None), (1, 4, None)])
 def test_one_backward_for_several_forwards_keeps_all_of_their_activations(
     tmp_path: Path, forwards: int, backwards: int, saves: int | None
