@@ -63,6 +63,8 @@ class PipelineRank:
         """Buffers that receive the activations of a stage before on another rank."""
         self.gradients: dict[_Key, Tensor] = {}
         """Buffers that receive the gradients of a stage after on another rank."""
+        self.before_work: Callable[[], object] = lambda: None
+        """Called before each work of the schedule, and at its end."""
 
     def forward_backward(self) -> None:
         """Run every micro-batch forward and backward in the order of the schedule."""
@@ -77,6 +79,7 @@ class PipelineRank:
             _expect_last_backward(root, False)
         is_labelled = self._policy.splits_backward
         for at, work in enumerate(self._work):
+            self.before_work()
             if self._gathered:
                 self._gather(*self._gathered[at])
             label = f"{PIPELINE_ACTION}{work.stage}{work.kind}{work.micro_batch}"
@@ -86,6 +89,7 @@ class PipelineRank:
                 _reduce_gradients(self._roots[work.stage])
         if self._gathered:
             self._gather(list(self._roots), [])
+        self.before_work()
 
     def _gather(self, dropped: list[int], fetched: list[int]) -> None:
         """Reshard some stages and gather others, all units of each at once."""

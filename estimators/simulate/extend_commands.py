@@ -64,7 +64,7 @@ def deepened(
         first = parts_of(shallow, prefix, shallow_blocks)
         second = parts_of(deeper, prefix, shallow_blocks + period)
         once = _extended(first, second, blocks[: shallow_blocks + period], shallow_blocks, period)
-        if once != _renumbered(deeper.commands):
+        if once != renumbered(deeper.commands):
             return None
         commands = _extended(first, second, blocks, shallow_blocks, period)
     except CannotRepeatError:
@@ -218,13 +218,16 @@ def _line(first: int, second: int, periods: int) -> int:
     return first + periods * (second - first)
 
 
-def _renumbered(commands: list[Command]) -> list[Command]:
-    """Number events in the order in which they are recorded."""
+def renumbered(commands: Sequence[Command], first: int = 0) -> list[Command]:
+    """Number events from ``first`` on, in the order in which they are recorded.
+
+    Raises ``CannotRepeatError`` if one is awaited that is not recorded before.
+    """
     numbers: dict[int, int] = {}
     made: list[Command] = []
     for command in commands:
         if isinstance(command, (Record, Collective)) and command.event >= 0:
-            numbers[command.event] = len(numbers)
+            numbers[command.event] = first + len(numbers)
             command = replace(command, event=numbers[command.event])
         elif isinstance(command, (Wait, HostWait)) and command.event >= 0:
             if command.event not in numbers:

@@ -35,6 +35,7 @@ from fsdp2prof.estimators.execution.second_models import naming_the_culprit
 from fsdp2prof.estimators.execution.stitching import depths_to_execute, run_stitched
 from fsdp2prof.estimators.models.model import Model, elements_of
 from fsdp2prof.estimators.sharding.wrapping import fold_blocks
+from fsdp2prof.estimators.simulate.extend import CannotRepeatError
 from fsdp2prof.estimators.simulate.extend_commands import deepened
 from fsdp2prof.estimators.simulate.program import (
     Collective,
@@ -51,6 +52,7 @@ from fsdp2prof.estimators.simulate.program import (
 )
 from fsdp2prof.estimators.techniques.registry import check_parallelism
 from fsdp2prof.estimators.timeline.operators import collective_of, group_of, is_on_host, work_of
+from fsdp2prof.estimators.timeline.repeats import fewer_micro_batches, with_all_micro_batches
 from fsdp2prof.labels import AUTOGRAD_NODE
 from fsdp2prof.storage_tracker import Arguments, PlainOperators
 
@@ -138,6 +140,11 @@ class Capture:
         known = self._events.get(id(event))
         if known is not None:
             self.commands.append(HostWait(self.stream(), known[0]))
+
+    def position(self) -> int:
+        """Return how many commands there are before the next."""
+        self._follow_backward()
+        return len(self.commands)
 
     def _before(self, func: Any, arguments: Arguments) -> None:
         self._follow_backward()
@@ -296,20 +303,38 @@ def capture_step(
 ) -> Program:
     """Train two steps as rank 0 of ``mesh`` on fake tensors and return the second one's commands.
 
-    With ``graphs`` blocks run as compiled ones do, and keep their graphs there. Raises ``ModelError`` for a
-    model, mesh or policy that cannot be run.
+    With ``graphs`` blocks run as compiled ones do, and keep their graphs there. Of a pipeline's micro-batches
+    so many are executed that the others are like them. Raises ``ModelError`` for a model, mesh or policy that
+    cannot be run.
     """
     policy = replace(policy, float8=None, fp8_all_gather=False)  # its casts and products are put in later
+    fewer = fewer_micro_batches(mesh, policy)
+    capture, parameters, begins = _captured(spec, mesh, fewer, graphs)
+    if fewer != policy:
+        try:
+            capture.commands = with_all_micro_batches(capture.commands, begins, mesh, fewer, policy)
+        except CannotRepeatError:
+            capture, parameters, _ = _captured(spec, mesh, policy, graphs)
+    return _program(capture, parameters, policy)
+
+
+def _captured(
+    spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, graphs: Graphs | None
+) -> tuple[Capture, int, list[int]]:
+    """Return the capture, the model's parameters and where the work of a pipeline begins."""
+    begins: list[int] = []
     with fake_rank(spec, mesh, policy, graphs=graphs) as rank:
         loop = rank.loop()
         with naming_the_culprit(spec):
             loop.forward_backward()
             loop.update()
             with Capture(_mesh_dims(rank.mesh, expert_mesh(mesh)), rank.host) as capture:
+                if loop.stage is not None:
+                    loop.stage.before_work = lambda: begins.append(capture.position())
                 loop.forward_backward()
                 loop.update()
         parameters = elements_of(rank.model.module)
-    return _program(capture, parameters, policy)
+    return capture, parameters, begins
 
 
 def execute_and_capture(

@@ -26,6 +26,7 @@ from fsdp2prof.estimators.config.pipeline import (
 )
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.simulate.extend_commands import renumbered
 from fsdp2prof.estimators.simulate.micro_batches import with_all_commands
 from fsdp2prof.estimators.simulate.program import Collective, Command, Kernel, Program, Wait, Work
 from fsdp2prof.estimators.simulate.streams import simulate
@@ -43,8 +44,11 @@ from fsdp2prof.estimators.techniques.pipeline_order import (
     waiting_ns,
 )
 from fsdp2prof.estimators.techniques.tensor_parallel import with_async_tensor_parallel
+from fsdp2prof.estimators.timeline import capture
 from fsdp2prof.estimators.timeline.bubble import stage_durations
+from fsdp2prof.estimators.timeline.capture import capture_step
 from fsdp2prof.estimators.timeline.costs import ClusterCosts
+from fsdp2prof.estimators.timeline.repeats import fewer_micro_batches
 
 MODEL = ModelSpec(source="llama3-8b", layers=2)
 H100 = Cluster(hardware=HardwareSpec.parse("h100"))
@@ -371,3 +375,17 @@ def test_tensor_parallelism_gathers_what_is_cast_to_float8_already() -> None:
         if row.mesh_dim == "tp" and row.op == "all_gather"
     )
     assert counted == sum(size for _, _, size in inside)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved:2", "bfs:2", "zb1p", "zb1p:2", "zbv"])
+def test_micro_batches_of_a_pipeline_that_are_alike_are_executed_once(schedule: str) -> None:
+    """The commands are those of an execution of all, one by one."""
+    spec, mesh = ModelSpec(source="gpt2", layers=4), MeshSpec(dp_shard=2, pp=2)
+    policy = PolicySpec.from_mapping({"seq_len": 32, "grad_accum": 8, "pp_schedule": schedule})
+    assert fewer_micro_batches(mesh, policy).pipelined < policy.pipelined
+    made = capture_step(spec, mesh, policy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capture, "fewer_micro_batches", lambda mesh, policy: policy)
+        whole = capture_step(spec, mesh, policy)
+    assert renumbered(made.commands) == renumbered(whole.commands)
+    assert (made.tokens, made.model_flops, made.streams) == (whole.tokens, whole.model_flops, whole.streams)
