@@ -295,7 +295,7 @@ def _headline(ledger: Ledger) -> str:
         return f"A step takes {format_ns(step)}."
     slowed = f", {times(traced / step)} as long" if traced >= SLOWED * step else ""
     host = ", mostly on the host" if slowed else ""
-    varied = "; the run's steps vary that much" if traced < step else ""
+    varied = "; steps of this run vary as much" if traced < step else ""
     return f"A step takes {format_ns(step)}, a traced one {format_ns(traced)}{slowed}{host}{varied}."
 
 

@@ -67,6 +67,7 @@ from fsdp2prof.estimators.models.llama import Attention, RMSNorm
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.techniques.float8.layers import convert_linear_layers
 from fsdp2prof.estimators.techniques.float8.weight import Float8Shard, with_memory
+from fsdp2prof.estimators.techniques.pipeline_order import fewest_micro_batches, order_of
 from fsdp2prof.estimators.techniques.quantized import PackedLinear
 from fsdp2prof.estimators.techniques.registry import part_of
 from fsdp2prof.fake_tensors import fake_tensors
@@ -290,6 +291,11 @@ def execute(
             with host.always():
                 on_host = torch.empty(1)
             loop = rank.loop(provenance.following)
+            if loop.stage is not None:
+                few = fewest_micro_batches(
+                    policy.pp_schedule, mesh.pp, policy.pp_stage, policy.pipelined, in_memory=True
+                )
+                loop.stage.take_order(order_of(policy.pp_schedule, mesh.pp, few)[policy.pp_stage])
             for step in range(1, steps + 1):
                 tracker.mark_step(step)
                 with watched(rank.mesh) if watched is not None and step == steps else nullcontext():

@@ -26,7 +26,13 @@ from fsdp2prof.estimators.execution.fake_world import stand_in_device
 from fsdp2prof.estimators.models.decoder import RECEIVED_AS
 from fsdp2prof.estimators.models.losses import logits_loss, logits_of
 from fsdp2prof.estimators.models.model import Batch, Model
-from fsdp2prof.estimators.techniques.pipeline_order import StageWork, gathered_at, order_of, stages_of_rank
+from fsdp2prof.estimators.techniques.pipeline_order import (
+    Order,
+    StageWork,
+    gathered_at,
+    order_of,
+    stages_of_rank,
+)
 from fsdp2prof.labels import PIPELINE_ACTION
 
 _Key: TypeAlias = tuple[int, int]
@@ -42,10 +48,8 @@ class PipelineRank:
         own = stages_of_rank(policy.pp_schedule, mesh.pp, policy.pp_stage)
         self._roots: dict[int, Any] = dict(zip(own, model.roots, strict=True))
         self._last = mesh.pp * len(own) - 1
-        self._work = order_of(policy.pp_schedule, mesh.pp, policy.pipelined)[policy.pp_stage]
-        self._ends = {work.stage: at for at, work in enumerate(self._work)}
-        gathers = len(own) > 1 and policy.rules.pipelines_gather_stages
-        self._gathered = gathered_at(self._work) if gathers else []
+        self._gathers = len(own) > 1 and policy.rules.pipelines_gather_stages
+        self.take_order(order_of(policy.pp_schedule, mesh.pp, policy.pipelined)[policy.pp_stage])
         assert model.width is not None
         tokens = model.hidden_length(mesh.tp, policy.seq_len, policy.sequence_parallel)
         self._shape = (policy.sequences, tokens, model.width)
@@ -65,6 +69,12 @@ class PipelineRank:
         """Buffers that receive the gradients of a stage after on another rank."""
         self.before_work: Callable[[], object] = lambda: None
         """Called before each work of the schedule, and at its end."""
+
+    def take_order(self, order: Order) -> None:
+        """Work in an order, of all micro-batches or of fewer; there are buffers for all."""
+        self._work = order
+        self._ends = {work.stage: at for at, work in enumerate(order)}
+        self._gathered = gathered_at(order) if self._gathers else []
 
     def forward_backward(self) -> None:
         """Run every micro-batch forward and backward in the order of the schedule."""

@@ -9,6 +9,7 @@ order is written here. A rank r of P holds the stages r, r + P, r + 2P, ..., or 
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +17,13 @@ from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.pipeline import PipelineSchedule, ScheduleRule, schedule_rule, stages_of
+from fsdp2prof.estimators.config.pipeline import (
+    PipelineSchedule,
+    ScheduleRule,
+    ZeroBubble,
+    schedule_rule,
+    stages_of,
+)
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
@@ -167,6 +174,84 @@ def gathered_at(order: Order) -> list[tuple[list[int], list[int]]]:
         gathered = [stage for stage in gathered if stage in soon] + fetched
         changes.append((dropped, fetched))
     return changes
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """What decides the commands of a stage's work on a micro-batch.
+
+    A forward leaves its parameters sharded, a backward gathered; the first backward makes the gradients that
+    others add to; FSDP prefetches for a backward from the forward before the one that it belongs to.
+    """
+
+    stage: int
+    kind: str
+    before: str | None
+    """Kind of the stage's work before it."""
+    made: int
+    """Gradients of the stage's weights that were made before: none, those that are added to, or more."""
+    last: bool
+    """The stage does nothing after it but reduce its gradients."""
+    begins: bool
+    """A backward that FSDP takes for that of the stage's first forward: it counts them down from the last."""
+    changes: tuple[tuple[int, ...], ...]
+    """Stages that are resharded and gathered before it."""
+    rest_of: Alike | None
+    """Of the weights' part of a backward: what decides the input's part."""
+
+
+def alike_work(order: Order) -> list[Alike]:
+    """Return what decides the commands of each work of a rank's order."""
+    before: dict[int, str] = {}
+    forwards: dict[int, list[int]] = defaultdict(list)
+    made: Counter[int] = Counter()
+    inputs: dict[tuple[int, int], Alike] = {}
+    ends = {work.stage: at for at, work in enumerate(order)}
+    found = []
+    for at, (work, changes) in enumerate(zip(order, gathered_at(order), strict=True)):
+        stage, kind = work.stage, work.kind
+        # The first stage leaves its whole backward for later: it has no input to make a gradient for.
+        runs_backward = kind == "B" or kind == ("W" if stage == 0 else "I")
+        begins = runs_backward and forwards[stage].pop() == 0
+        found.append(
+            Alike(
+                stage=stage,
+                kind=kind,
+                before=before.get(stage),
+                made=min(made[stage], 2),
+                last=at == ends[stage],
+                begins=begins,
+                changes=tuple(map(tuple, changes)),
+                rest_of=inputs.get((stage, work.micro_batch)) if kind == "W" else None,
+            )
+        )
+        if kind == "I":
+            inputs[stage, work.micro_batch] = found[-1]
+        if kind == "F":
+            forwards[stage].append(work.micro_batch)
+        made[stage] += kind in "BW"
+        if stage or kind != "I":
+            before[stage] = kind
+    return found
+
+
+def fewest_micro_batches(
+    schedule: PipelineSchedule, ranks: int, rank: int, micro_batches: int, *, in_memory: bool = False
+) -> int:
+    """Return the smallest number of micro-batches with which a rank does all kinds of work of a schedule.
+
+    ``in_memory`` asks for as much of it in flight, too, and for all where parts of backwards of several
+    stages take turns: the allocator's blocks depend on their order then.
+    """
+    if in_memory and isinstance(schedule, ZeroBubble):
+        return micro_batches
+    order = order_of(schedule, ranks, micro_batches)[rank]
+    wanted, most = set(alike_work(order)), in_flight(order)
+    for count in range(ranks + micro_batches % ranks, micro_batches, ranks):
+        fewer = order_of(schedule, ranks, count)[rank]
+        if wanted <= set(alike_work(fewer)) and (not in_memory or in_flight(fewer) == most):
+            return count
+    return micro_batches
 
 
 def in_flight(order: Order) -> InFlight:

@@ -378,10 +378,12 @@ def test_tensor_parallelism_gathers_what_is_cast_to_float8_already() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved:2", "bfs:2", "zb1p", "zb1p:2", "zbv"])
-def test_micro_batches_of_a_pipeline_that_are_alike_are_executed_once(schedule: str) -> None:
+@pytest.mark.parametrize("reshard", ["never", "always"])
+def test_micro_batches_of_a_pipeline_that_are_alike_are_executed_once(schedule: str, reshard: str) -> None:
     """The commands are those of an execution of all, one by one."""
     spec, mesh = ModelSpec(source="gpt2", layers=4), MeshSpec(dp_shard=2, pp=2)
-    policy = PolicySpec.from_mapping({"seq_len": 32, "grad_accum": 8, "pp_schedule": schedule})
+    options = {"seq_len": 32, "grad_accum": 8, "pp_schedule": schedule, "reshard": reshard}
+    policy = PolicySpec.from_mapping(options)
     assert fewer_micro_batches(mesh, policy).pipelined < policy.pipelined
     made = capture_step(spec, mesh, policy)
     with pytest.MonkeyPatch.context() as patch:
