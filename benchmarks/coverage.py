@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from fsdp2prof.errors import ModelError
@@ -409,6 +409,11 @@ def show(kind: str, outcomes: Sequence[Outcome]) -> None:
         print(
             f"held out: {mean(inside):.0%} of rows inside, {sources:.0%} with each source weighing the same"
         )
+    of_sources = defaultdict(list)
+    for one in outcomes:
+        of_sources[one.source].append(1 / (1 + one.error))
+    typical = median(map(median, of_sources.values()))
+    print(f"published over predicted: {typical:.2f}, the median of the sources' medians")
     for name, value in (("of all its sources", margins), ("printed today", _printed(kind))):
         widths = [one.half_width(value) for one in outcomes]
         share = mean(one.fits(value) for one in outcomes)

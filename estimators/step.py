@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from math import exp, log, sqrt
 from typing import TypeAlias
 
+from fsdp2prof.analyzers.layers import times
 from fsdp2prof.analyzers.trace.analysis import References, analyze_trace
 from fsdp2prof.estimators.compiler.graphs import CannotCompile
 from fsdp2prof.estimators.config.cluster import Cluster
@@ -459,7 +460,8 @@ _BOUNDS = {
 
 
 def _verdict(estimate: StepEstimate) -> list[str]:
-    """Report how long the step takes, what limits it, and where communication is exposed most."""
+    """Report how long the step takes, what published ones say of that, what limits it, and where
+    communication is exposed most."""
     low, high = format_ns(estimate.range.low_ns), format_ns(estimate.range.high_ns)
     between = "" if low == high else f" ({low} to {high})"
     mfu = "" if estimate.mfu is None else f", MFU {format_frac(estimate.mfu)}"
@@ -471,6 +473,13 @@ def _verdict(estimate: StepEstimate) -> list[str]:
         f"A step takes {format_ns(estimate.step_ns)}{between}: "
         f"{estimate.tokens_per_s_per_gpu:,.0f} tokens/s{rates} on each GPU{mfu}."
     ]
+    published = estimate.range.published_ns
+    if published is not None:
+        lines.append(
+            f"Published steps of mixtures of experts took {times(published / estimate.step_ns)} as long as "
+            f"predicted, in the median of their sources: for this one {format_ns(published)}, "
+            f"{rate / published:,.0f} tokens/s."
+        )
     parts = estimate.breakdown_ns
     bounds = f"{_BOUNDS[estimate.bound_by]} bound{'' if estimate.bound_by == 'compute' else 's'} it"
     exposed = format_frac(_exposed_ns(parts) / estimate.step_ns)

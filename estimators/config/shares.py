@@ -16,6 +16,8 @@ class RangeEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     source: str
     fast: float | None = None
     """The margin for faster steps or lower peaks, if it differs from the margin for slower or higher ones."""
+    median: float | None = None
+    """Published over predicted steps, the median of the sources' medians, where predictions are biased."""
 
 
 @lru_cache(maxsize=1)

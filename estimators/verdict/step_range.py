@@ -80,7 +80,7 @@ def margin_of(
     slow = max(ends, key=lambda end: end.value)
     fast = max([*ends, *([range_end("speed_of_fused_kernels")] if reference else [])], key=_faster)
     source = slow.source if slow is fast else f"{fast.source}; slower steps: {slow.source}"
-    return RangeEnd(value=slow.value, fast=_faster(fast), source=source)
+    return RangeEnd(value=slow.value, fast=_faster(fast), source=source, median=ends[1].median)
 
 
 def _faster(margin: RangeEnd) -> float:
@@ -137,6 +137,7 @@ def range_of(
         ],
         simulated_low_ns=low + bubble_ns,
         simulated_high_ns=high + bubble_ns,
+        published_ns=None if margin.median is None else round(margin.median * step_ns) + bubble_ns,
     )
 
 

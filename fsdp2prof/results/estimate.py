@@ -450,6 +450,8 @@ class StepRange:
     """Step with the most favourable inputs, before the margin of published runs; null if not simulated."""
     simulated_high_ns: int | None = None
     """Step with the least favourable inputs, before the margin of published runs; null if not simulated."""
+    published_ns: int | None = None
+    """Step by the median of published over predicted ones; null of runs whose predictions are not biased."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -462,7 +464,7 @@ class StepEstimate(Shown):
     policy: EstimatedPolicy
     hardware: HardwareUse
     verdict: list[str]
-    """At most three sentences: step time, bottleneck, most exposed communication."""
+    """Sentences: step time, what published ones add to it, bottleneck, most exposed communication."""
     step_ns: int
     tokens_per_step: int
     """Tokens per step over all ranks."""

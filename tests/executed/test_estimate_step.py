@@ -18,6 +18,7 @@ from fsdp2prof.estimators.config.measured import Measured, Slower, anchored
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.config.shares import range_end
 from fsdp2prof.estimators.simulate.program import Collective, Kernel, Program, Work
 from fsdp2prof.estimators.step import (
     anchored_on,
@@ -434,3 +435,16 @@ def test_a_number_of_this_run_is_met() -> None:
     made = predict_step(MODEL, mesh, POLICY, H100, measured=measured).estimate
     assert made.step_ns == pytest.approx(123e6, rel=0.01)
     assert made.range.low_ns < 123e6 < made.range.high_ns
+
+
+def test_a_mixtures_step_is_beside_what_published_ones_took() -> None:
+    """A dense model's predictions are not biased."""
+    mixture, dense = (
+        estimate_step(ModelSpec(source=name, layers=2), MeshSpec(dp_shard=8), POLICY, H100)
+        for name in ("qwen3-30b-a3b", "llama3-8b")
+    )
+    median = range_end("speed_of_experts").median
+    assert median is not None
+    assert mixture.range.published_ns == pytest.approx(median * mixture.step_ns, abs=1)
+    assert any("mixtures of experts" in line for line in mixture.verdict)
+    assert dense.range.published_ns is None
