@@ -85,6 +85,26 @@ max_length: 4096
 packing: true
 learning_rate: 2.0e-5
 """
+
+
+def test_primus_overrides_torchtitan(tmp_path: Path) -> None:
+    """The model is named by Primus' file of it."""
+    (tmp_path / "pretrain.yaml").write_text("""
+modules:
+  pre_trainer:
+    framework: torchtitan
+    model: llama3.1_8B.yaml
+    overrides:
+      training: {local_batch_size: 4, seq_len: 8192}
+      activation_checkpoint: {mode: none}
+      primus_turbo: {enable_primus_turbo: true}
+""")
+    run = read_trainer_files([tmp_path / "pretrain.yaml"], world_size=8)
+    got = made(run)
+    assert (got["model"], got["batch_size"], got["seq_len"], got["ac"]) == ("llama3-8b", 4, 8192, "none")
+    assert run.read.not_known == ["primus_turbo.enable_primus_turbo"]
+
+
 AXOLOTL = """
 base_model: meta-llama/Llama-3.2-3B
 datasets: [{path: a/b, type: alpaca}]

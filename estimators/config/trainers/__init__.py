@@ -6,6 +6,7 @@ defaults for keys that a file does not give. A format is recognized by its keys,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ _READERS: Mapping[str, Callable[[Reading], None]] = {
     "huggingface": read_hugging_face,
 }
 _ACCELERATE = "accelerate"
+_PRIMUS_MODEL = re.compile(r"(llama3|llama4|qwen3|deepseek_v3|gpt_oss)(?:\.\d)?_([\w.]+?)\.yaml")
+"""Primus' file of a model: torchtitan's name for its family, and a flavor."""
 _KNOWN = (
     "torchtitan, prime-rl, torchtune, NeMo Automodel, VeOmni, LLaMA-Factory, axolotl, TrainingArguments, "
     "TRL, accelerate"
@@ -172,6 +175,7 @@ def _parsed(path: Path) -> tuple[str, Mapping[str, Any]]:
         raise InputError(f"{path}: not a table of keys")
     if "zero_optimization" in values or "train_micro_batch_size_per_gpu" in values:
         raise InputError(f"{path}: DeepSpeed's configuration; an estimate is of FSDP2 (fsdp_version: 2)")
+    values = _within_primus(values)
     kind = _kind_of(values)
     if kind == "prime-rl" and file.suffix != ".toml":
         kind = None
@@ -179,6 +183,19 @@ def _parsed(path: Path) -> tuple[str, Mapping[str, Any]]:
         keys = ", ".join(map(str, list(values)[:6]))
         raise InputError(f"{path}: not the configuration of a known trainer ({_KNOWN}); its keys are {keys}")
     return kind, values
+
+
+def _within_primus(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return torchtitan's tables of a Primus experiment: what it overrides, and the model by its file."""
+    modules = values.get("modules")
+    trainer = modules.get("pre_trainer") if isinstance(modules, Mapping) else None
+    if not isinstance(trainer, Mapping) or trainer.get("framework") != "torchtitan":
+        return values
+    tables = trainer.get("overrides")
+    named = _PRIMUS_MODEL.fullmatch(str(trainer.get("model", "")))
+    model = {"name": named[1], "flavor": named[2].upper()} if named else {}
+    own = dict(tables) if isinstance(tables, Mapping) else {}
+    return {**own, "model": {**model, **(own.get("model") or {})}}
 
 
 def _kind_of(values: Mapping[str, Any]) -> str | None:
