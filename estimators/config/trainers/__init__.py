@@ -192,10 +192,11 @@ def _within_primus(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(trainer, Mapping) or trainer.get("framework") != "torchtitan":
         return values
     tables = trainer.get("overrides")
+    own = dict(tables) if isinstance(tables, Mapping) else {}
     named = _PRIMUS_MODEL.fullmatch(str(trainer.get("model", "")))
     model = {"name": named[1], "flavor": named[2].upper()} if named else {}
-    own = dict(tables) if isinstance(tables, Mapping) else {}
-    return {**own, "model": {**model, **(own.get("model") or {})}}
+    more = own.get("model")
+    return {**own, "model": model | dict(more) if isinstance(more, Mapping) else model}
 
 
 def _kind_of(values: Mapping[str, Any]) -> str | None:
