@@ -23,7 +23,8 @@ a cuBLAS workspace                          temporary: by its C++ frames; of tho
                                             most two that are as large: torch keeps one for the forward's
                                             thread and one for the backward's
 outside of everything                       parameter_copy if it lasts, and with others of its time has the
-                                            sizes of all shards (an average of weights, a snapshot);
+                                            sizes of all shards, or of all parameters (an average of
+                                            weights, a snapshot);
                                             input if a forward begins in its life; activation if a backward
                                             does (no label tells its forward); else temporary. What a
                                             constructor made there lasts, and its purpose is unknown:
@@ -173,14 +174,24 @@ _NEARLY_ALL, _SEVERAL = 0.9, 4
 
 
 def _copy_rules(rules: _Rules, allocations: AllocationTable, manifest: RankManifest) -> None:
-    """Find copies of the parameters that a script keeps: made outside of training, between two forwards."""
+    """Find copies of the parameters that a script keeps, sharded or whole: made outside of training, between
+    two forwards."""
     shards: Counter[int] = Counter()
-    same: dict[int, int] = {}
+    wholes: Counter[int] = Counter()
+    padded: dict[int, int] = {}
     for one in (one for group in manifest.param_groups for one in group.parameters):
         item = dtype_bytes(one.dtype) or 0
         shards[prod(one.local_shape) * item] += 1
-        same[prod(one.padded_local_shape) * item] = prod(one.local_shape) * item
-    same |= {size: size for size in shards}
+        wholes[prod(one.global_shape) * item] += 1
+        padded[prod(one.padded_local_shape) * item] = prod(one.local_shape) * item
+    _copies_of(rules, allocations, shards, padded | {size: size for size in shards})
+    _copies_of(rules, allocations, wholes, {size: size for size in wholes})
+
+
+def _copies_of(
+    rules: _Rules, allocations: AllocationTable, shards: Counter[int], same: dict[int, int]
+) -> None:
+    """Find copies of tensors by their sizes; ``same`` are those of allocations, padded or not."""
     whole = sum(size * count for size, count in shards.items())
     if shards.total() < _SEVERAL or not whole:
         return

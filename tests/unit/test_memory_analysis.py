@@ -190,12 +190,14 @@ def test_known_addresses_name_parameters_and_states(tmp_path: Path):
     assert found == {"sharded_parameter", "optimizer_state"}  # an address reused by another size says nothing
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(("copied", "said"), [(4, "parameter_copy"), (2, "input")])
-def test_copies_of_all_shards_are_no_inputs(tmp_path: Path, copied: int, said: str):
-    """An average of weights: in each step new tensors of the four shards' sizes, alive in forward."""
-    shards = [400, 404, 408, 412]
+def test_copies_of_all_parameters_are_no_inputs(tmp_path: Path, copied: int, said: str, parts: int):
+    """An average of weights, of the shards of two or whole: new tensors of the four sizes in each step."""
+    shards = [400, 408, 416, 424]
     parameters = [
-        sharded_group("a", [2 * size // 4], ranks=2, rows=size // 4).parameters[0] for size in shards
+        sharded_group("a", [parts * size // 4], ranks=2, rows=parts * size // 8).parameters[0]
+        for size in shards
     ]
     group = msgspec.structs.replace(sharded_group("a", [200], ranks=2, rows=100), parameters=parameters)
     t = Training()
