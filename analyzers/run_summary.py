@@ -302,12 +302,21 @@ _CONNECTION_LOST = re.compile(
 """What a rank's exception says when another rank ended before it."""
 
 
+_AFTER_TRAINING = "The command failed after every rank's training had ended,"
+
+
 def _crash(run: RunSummary) -> str:
-    """Name the exception that ended the run: of a rank that did not only lose its connection to another."""
+    """Name the exception that ended the run: of a rank that did not only lose its connection to another.
+
+    Without an exception a process may still have failed after all of them had ended their training.
+    """
     crashed = [rank for rank in run.ranks if rank.state == "crashed" and rank.error]
     first = next((rank for rank in crashed if not _CONNECTION_LOST.search(rank.error or "")), None)
     if first is None or first.error is None:
-        return ""
+        ended = (
+            run.state == "crashed" and bool(run.ranks) and all(one.state == "complete" for one in run.ranks)
+        )
+        return f"{_AFTER_TRAINING} with exit code {run.exit_code}." if ended else ""
     same = [rank.rank for rank in crashed if rank.error == first.error]
     lost = sum(_CONNECTION_LOST.search(rank.error or "") is not None for rank in crashed)
     then = f" {plural(lost, 'other rank')} then lost the connection." if lost else ""

@@ -63,6 +63,11 @@ def test_the_exception_that_ended_a_run_comes_first() -> None:
     assert run.verdict[:2] == [said, "A step takes 3 ms."]
     only_lost = combine(replace(run_summary(), ranks=[ended[0], two, *others]), quiet, memory_analysis())
     assert only_lost.verdict[0] == f"{NOTHING}.", "why is not known"
+    done = [replace(rank, state="complete", error=None) for rank in run_summary().ranks]
+    after = combine(
+        replace(run_summary(), ranks=done, state="crashed", exit_code=1), quiet, memory_analysis()
+    )
+    assert after.verdict[0] == "The command failed after every rank's training had ended, with exit code 1."
 
 
 def test_the_peak_is_told_where_there_is_nothing_to_try() -> None:
