@@ -30,7 +30,7 @@ from fsdp2prof.analyzers.trace.evaluation import evaluation, keeps_graph, repeat
 from fsdp2prof.analyzers.trace.idle import host_calls, idle_parts
 from fsdp2prof.analyzers.trace.kernel_kinds import kinds_of_compute
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
-from fsdp2prof.analyzers.trace.routing import all_computed
+from fsdp2prof.analyzers.trace.routing import ALL_EXPERTS, CHOSEN, experts_and_chosen
 from fsdp2prof.analyzers.trace.script import (
     ANOMALY,
     BEFORE_UPDATE,
@@ -74,7 +74,6 @@ _MARGIN = 0.1
 _NAMED_PAUSES = 200
 _AT_ONCE_NS = 20_000
 """Time within which a copy follows the one that it waited for."""
-ALL_EXPERTS, CHOSEN = "all_experts", "chosen"
 _COUNTED = (ALL_EXPERTS, ANOMALY, CHOSEN, FORWARDS, ONE_BY_ONE, REBUILT)
 """Why a charge has a count without time."""
 _WITH_A_LINE = ("float64", "one_hot")
@@ -178,12 +177,9 @@ class _Charging:
         for step, ran, again in self._script.forward_operators():
             self._add(step, "recompute", 0, phase="forward", why=FORWARDS, count=ran)
             self._add(step, "recompute", 0, phase="backward", why=FORWARDS, count=again)
-        routing = all_computed(tables)
         analysed = set(tables.windows.step.tolist())
-        if routing is not None:
-            step = min(analysed)
-            self._add(step, "compute", 0, phase="forward", why=ALL_EXPERTS, count=routing.experts)
-            self._add(step, "compute", 0, phase="forward", why=CHOSEN, count=routing.chosen)
+        for why, count in experts_and_chosen(tables):
+            self._add(min(analysed), "compute", 0, phase="forward", why=why, count=count)
         passes = [one for one in evaluated.passes if one[0] in analysed]
         times = np.array(passes, dtype=np.int64).reshape(-1, 3)
         lines = tables.sighted.callers.seen(times[:, 1], times[:, 2])

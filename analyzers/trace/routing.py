@@ -20,6 +20,8 @@ from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.tables.columns import BoolArray, IntArray
 
+ALL_EXPERTS, CHOSEN = "all_experts", "chosen"
+"""Reasons of charges that count experts."""
 _TOP, _SCATTER = "aten::topk", "aten::scatter_"
 _INDEX = 2
 """Position of the index among the inputs of ``scatter_``."""
@@ -55,6 +57,14 @@ def all_computed(tables: RankTables) -> Routing | None:
         if any(_forwards(tables, routing, one) >= times * count for one, count in shapes.items()):
             return routing
     return None
+
+
+def experts_and_chosen(tables: RankTables) -> Iterator[tuple[str, int]]:
+    """Yield how many experts compute all tokens, and how many are chosen, if there are any."""
+    routing = all_computed(tables)
+    if routing is not None:
+        yield ALL_EXPERTS, routing.experts
+        yield CHOSEN, routing.chosen
 
 
 def of_all_experts(tables: RankTables, work: WorkTable) -> BoolArray:
