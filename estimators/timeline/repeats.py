@@ -53,7 +53,7 @@ def with_all_micro_batches(
     """
     executed, order = _order(mesh, fewer), _order(mesh, policy)
     alike, each = alike_work(executed), len(executed) + 1
-    made, at, events = list(commands[: begins[0]]), begins[0], 0
+    made = renumbered(commands[: begins[0]])
     events = _events(made)
     for run in range(policy.pp_runs):
         edges = begins[run * each : (run + 1) * each]
@@ -65,9 +65,7 @@ def with_all_micro_batches(
         for key, work in zip(alike_work(order), order, strict=True):
             made += _named(renumbered(segments[key], events), work)
             events += _events(segments[key])
-        at = edges[-1]
-    rest = renumbered(commands[at:], events)
-    return [*made, *rest]
+    return [*made, *renumbered(commands[begins[-1] :], events)]
 
 
 def _order(mesh: MeshSpec, policy: PolicySpec) -> Order:
