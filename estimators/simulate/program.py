@@ -131,9 +131,13 @@ class Program:
     """The reason compiled blocks were captured uncompiled, with the compiler's fusion guessed."""
 
 
+_OF_EXPERTS = ("::topk", "grouped_mm")
+"""Ends of operators; torch before 2.8 has no grouped product."""
+
+
 def has_experts(program: Program) -> bool:
-    """Whether a mixture of experts runs: its experts' products are grouped ones."""
-    return any(isinstance(one, Kernel) and one.op.endswith("grouped_mm") for one in program.commands)
+    """Whether a mixture of experts runs: a router chooses the largest scores, or products are grouped."""
+    return any(isinstance(one, Kernel) and one.op.endswith(_OF_EXPERTS) for one in program.commands)
 
 
 WITHOUT_GRADIENTS = "fsdp2prof::without_gradients"
