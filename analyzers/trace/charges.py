@@ -178,7 +178,7 @@ class _Charging:
             self._add(step, "recompute", 0, phase="forward", why=FORWARDS, count=ran)
             self._add(step, "recompute", 0, phase="backward", why=FORWARDS, count=again)
         analysed = set(tables.windows.step.tolist())
-        for why, count in experts_and_chosen(tables):
+        for why, count in experts_and_chosen(tables) if analysed else ():
             self._add(min(analysed), "compute", 0, phase="forward", why=why, count=count)
         passes = [one for one in evaluated.passes if one[0] in analysed]
         times = np.array(passes, dtype=np.int64).reshape(-1, 3)

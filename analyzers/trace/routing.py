@@ -51,8 +51,9 @@ def all_computed(tables: RankTables) -> Routing | None:
     it chooses is the width of the indices that backward scatters gradients with, or the script its weights.
     A forward of all experts multiplies as many tokens as the router took with every weight of that shape.
     """
-    weights = _weights_of_experts(tables.manifest) if tables.manifest is not None else {}
-    for routing, times in _routings(tables).items() if weights else ():
+    routings = _routings(tables) if tables.manifest is not None else {}
+    weights = _weights_of_experts(tables.manifest) if routings and tables.manifest is not None else {}
+    for routing, times in routings.items():
         shapes = weights.get(routing.experts, {})
         if any(_forwards(tables, routing, one) >= times * count for one, count in shapes.items()):
             return routing
