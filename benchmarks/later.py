@@ -26,6 +26,8 @@ from fsdp2prof.estimators.memory import estimate_memory
 GIB = 1 << 30
 TABLE = Path(__file__).parent / "data" / "published_later.csv"
 WORDS: dict[str, Any] = {"yes": True, "no": False}
+OWN_OPTIONS = "-"
+"""Stack of a row whose options say all."""
 
 
 def options_of(text: str) -> dict[str, Any]:
@@ -38,6 +40,8 @@ def policy_of(row: dict[str, str]) -> PolicySpec:
     """The policy of a row: its stack, and what its source says besides."""
     pipelined, tied = MeshSpec.parse(row["mesh"]).pp > 1, builtin_config(row["model"]).tied
     options = options_of(row["options"])
+    if row["stack"] == OWN_OPTIONS:
+        return PolicySpec.from_mapping(options)
     return PolicySpec.from_mapping(with_stack(row["stack"], options, tied=tied, pipelined=pipelined))
 
 

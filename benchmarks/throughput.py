@@ -70,6 +70,7 @@ CUDNN_FIRST = ("b200", "b200-750w")
 """Parts on which torchtitan runs cuDNN's attention since May 2025 (pytorch/torchtitan#1196)."""
 
 NETWORKS = {
+    "XDR": "800gb-ib",
     "InfiniBand": "400gb-ib",
     "EFA": "400gb-efa",
     "RDMA": "400gb-roce",

@@ -222,7 +222,13 @@ def test_a_technique_that_is_not_modelled_is_refused_by_its_name(
 
 @pytest.mark.parametrize(
     ("name", "memory_gib", "bf16"),
-    [("gh200", 95.6, 989.4), ("gb300", 277.5, 2500), ("mi325x", 256, 1307.4), ("mi355x", 288, 2516.6)],
+    [
+        ("gh200", 95.6, 989.4),
+        ("gb300", 277.5, 2500),
+        ("b300", 268.2, 2250),
+        ("mi325x", 256, 1307.4),
+        ("mi355x", 288, 2516.6),
+    ],
 )
 def test_newer_parts_are_known_with_their_sources(name: str, memory_gib: float, bf16: float) -> None:
     part = HardwareSpec.parse(name)
