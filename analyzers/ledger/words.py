@@ -208,12 +208,14 @@ def not_judged(book: Book) -> list[str]:
     """Return the limits of this recording."""
     found = in_turns(book)
     starved = book.frac(book.starved_ns)
-    own = any(one.told and one.cause == "starved" for one in book.entries)
-    if starved >= _BUSY and not own:
-        said = f"The host was busy: ranks waited {format_frac(starved)} of a step for a CPU core."
+    rows = [one for one in book.entries if one.cause == "starved"]
+    if starved >= _BUSY and not any(one.told for one in rows):
+        said = f"The host was busy: ranks waited {format_frac(starved)} of a step for a CPU core"
+        if starved - sum(one.frac for one in rows) >= _ROUNDING:
+            said += ", partly in the work of other rows"
         hidden = starved >= _HIDING
         found.append(
-            f"{said} {'This hides smaller losses' if hidden else 'Times on an idle machine may differ'}."
+            f"{said}. {'This hides smaller losses' if hidden else 'Times on an idle machine may differ'}."
         )
     if not book.on_device:
         found.append(
