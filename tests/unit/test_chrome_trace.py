@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from decimal import Decimal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp2prof.analyzers.steps import host_steps
 from fsdp2prof.errors import TraceError
 from fsdp2prof.readers.trace.chrome_trace import peek_rank, read_trace
 from fsdp2prof.tables.trace import Trace
@@ -90,12 +92,61 @@ def op(name: str, ts: Any = 1, dur: Any = 1, cat: str = "cpu_op", **args: Any) -
         "ddp2-a100-rank0/nccl_data.json.gz",
         "ddp4-mi300/rank3.json.gz",
         "dlrm8-v100/worker5_step_12.1694128201549.pt.trace.json.gz",
-        "resnet-mi300-memory/train_resnet18.json.gz",
     ],
 )
 def test_every_column_of_real_traces_is_exact(real_data: Path, name: str) -> None:
     path = real_data / "traces" / name
     assert event_rows(read_trace(path, workers=1)) == plain_reading(path)
+
+
+@pytest.mark.real_data
+def test_a_real_trace_without_steps_has_those_between_its_updates_besides(real_data: Path) -> None:
+    path = real_data / "traces/resnet-mi300-memory/train_resnet18.json.gz"
+    rows = event_rows(read_trace(path, workers=1))
+    steps = [row for row in rows if row[2].startswith("ProfilerStep#")]
+    assert [row[2] for row in steps] == [f"ProfilerStep#{number}" for number in (1, 2, 3, 4)]
+    assert [row for row in rows if row not in steps] == plain_reading(path)
+    ends = [row[1] for row in rows if row[2].startswith("Optimizer.step#") and row[3] == "user_annotation"]
+    assert [row[:2] for row in steps] == list(pairwise(ends))
+
+
+def update(ts: int, name: str = "AdamW") -> dict[str, Any]:
+    return op(f"Optimizer.step#{name}.step", ts=ts, dur=10, cat="user_annotation")
+
+
+@pytest.mark.parametrize(
+    ("events", "steps"),
+    [
+        ([update(100), update(200), update(300)], [(110, 210), (210, 310)]),
+        (
+            [
+                update(at + more, name)
+                for at in (100, 200, 300)
+                for more, name in ((0, "AdamW"), (11, "Muon"))
+            ],
+            [(121, 221), (221, 321)],
+        ),
+        ([update(at + more) for at in (100, 200, 300) for more in (0, 12)], [(122, 222), (222, 322)]),
+        ([update(100), update(200)], []),
+    ],
+)
+def test_steps_last_from_one_update_to_the_next(
+    tmp_path: Path, events: list[dict[str, Any]], steps: list[tuple[int, int]]
+) -> None:
+    trace = read_trace(write(tmp_path / "trace.json", [op("aten::mm"), *events]), workers=1)
+    found = host_steps(trace.labels)
+    ends = zip(found.start_ns.tolist(), found.end_ns.tolist(), strict=True)
+    assert [(start // 1000, end // 1000) for start, end in ends] == steps
+    assert any("optimizer update" in line for line in trace.warnings) == bool(steps)
+
+
+def test_marked_steps_stay_as_they_are(tmp_path: Path) -> None:
+    marked = op("ProfilerStep#7", ts=50, dur=300, cat="user_annotation")
+    trace = read_trace(
+        write(tmp_path / "trace.json", [marked, update(100), update(200), update(300)]), workers=1
+    )
+    assert host_steps(trace.labels).step.tolist() == [7]
+    assert not trace.warnings
 
 
 @pytest.mark.real_data

@@ -23,6 +23,7 @@ from fsdp2prof.readers.trace.event_args import (
 )
 from fsdp2prof.readers.trace.event_columns import Columns, Share
 from fsdp2prof.readers.trace.kineto_schema import Header
+from fsdp2prof.readers.trace.optimizer_steps import add_steps
 from fsdp2prof.tables.columns import CompactArray, IntArray, Strings
 from fsdp2prof.tables.trace import EventTable, LabelTable, MemoryEventTable, Trace
 
@@ -41,6 +42,9 @@ def assemble(source: str, header: Header, share: Share, warnings: list[str]) -> 
 
     Raises ``TraceError`` if there are no events.
     """
+    if add_steps(share):
+        steps = "a step lasts from one optimizer update to the next"
+        warnings.append(f"{source}: no ProfilerStep#N ranges; {steps}")
     pieces = [share.pieces[number] for number in sorted(share.pieces)]
     lengths = [len(piece.events["start_ns"]) for piece in pieces]
     if not sum(lengths):
