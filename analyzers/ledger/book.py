@@ -265,6 +265,17 @@ class Book:
                 gained[one.rank] += one.ns
         return min(gained.values(), default=0) * len(self.analysis.ranks)
 
+    def waits_for(self, charges: Sequence[Charge]) -> list[Charge]:
+        """Return waiting for ranks that have such charges, of each rank at most as long as those."""
+        own = summed((one.rank, one.ns) for one in charges)
+        room = Counter({(rank.rank, slow): ns for rank in self.analysis.ranks for slow, ns in own.items()})
+        found = []
+        for one in (*(charge for _, charge in self.booked), *self.left("uneven_ranks")):
+            if one.late_rank is not None and (ns := min(one.ns, room[one.rank, one.late_rank])):
+                room[one.rank, one.late_rank] -= ns
+                found.append(replace(one, ns=ns))
+        return found
+
     @property
     def starved_ns(self) -> int:
         """Waiting for a processor or the interpreter, of all ranks and steps."""
@@ -330,6 +341,7 @@ class Book:
         known: object = True,
         calm: bool = False,
         late: Collection[int] = (),
+        frees_waits: bool = False,
         **said: object,
     ) -> None:
         """Enter charges under the section ``key`` of ``findings/ledger.ini``, if there are any.
@@ -337,7 +349,8 @@ class Book:
         An entry is reported if its remedy gains enough; a ``calm`` one is never reported alone, because no
         change to the script affects it. Texts can use ``cost`` (the sum of the charges), rank, layer,
         evidence, and the values in ``said``. An entry is unsure if ``known`` is false. ``late`` are the
-        ranks that the others wait for: a gain is at most that of the other rank that gains least.
+        ranks that the others wait for: a gain is at most that of the other rank that gains least, with its
+        waiting for ranks that have such charges if the remedy ``frees_waits``.
         """
         if not charges:
             return
@@ -351,7 +364,9 @@ class Book:
         confidence, _, why_sure = (text("sure" if known else "unsure") or "high, measured").partition(", ")
         cure: LedgerRemedy | None = None
         if remedy and text("change"):
-            most = self.least_ns(charges, late) if self.on_device else total
+            most = total
+            if self.on_device:
+                most = self.least_ns([*charges, *(self.waits_for(charges) if frees_waits else ())], late)
             whole = None if gain_ns is None else min(gain_ns * total / own if own else gain_ns, total)
             gain = None if whole is None else min(whole, most)
             is_less = whole is not None and most < _NEARLY_ALL * whole

@@ -485,5 +485,6 @@ def _dispatch(book: Book) -> None:
         remedy=enough,
         gain_ns=ALL if batches == 1 else sum(one.ns for one in mine) * (batches - 1) / batches,
         known=known or not book.on_device,
+        frees_waits=True,
         unsure_part="" if known else "; the profiler causes an unknown part of this",
     )

@@ -134,6 +134,11 @@ def out_of_memory(view: PreparedRecording, manifest: RankManifest | None) -> Out
     place = place_at(view, int(oom.time_ns[0]))
     stack = list(recording.stacks[int(oom.stack[0])]) if oom.stack[0] >= 0 else []
     device_free = int(oom.device_free[0]) if oom.device_free[0] >= 0 else None
+    held = None if reserved is None else int(reserved[order])
+    total = manifest.device.total_bytes if manifest else None
+    outside = None
+    if total is not None and device_free is not None and held is not None:
+        outside = max(0, total - device_free - held)
     missing = _missing(requested, device_free)
     request = Request(
         bytes=requested,
@@ -146,8 +151,9 @@ def out_of_memory(view: PreparedRecording, manifest: RankManifest | None) -> Out
         phase=place.phase or str(StackKinds(recording.stacks).phase(oom.stack)[0]),
         fqn=place.fqn,
         allocated_bytes=int(view.totals[order]),
-        reserved_bytes=None if reserved is None else int(reserved[order]),
+        reserved_bytes=held,
         device_free_bytes=device_free,
+        outside_bytes=outside,
         missing_bytes=missing,
         largest_free_block_bytes=_largest_free(recording, requested, int(oom.stream[0]), order),
         stack=stack,

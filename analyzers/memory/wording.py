@@ -20,6 +20,8 @@ _UNKNOWN = 0.5
 """Unattributed part of the peak from which nothing can be advised but to record more."""
 _ROLES = ("sharded_parameter", "sharded_gradient", "optimizer_state")
 """Categories that only a recording knows."""
+_LIBRARIES_BYTES = 6 << 30
+"""What a context, NCCL's buffers and captured graphs of one process seldom take."""
 _CLOSE = 0.95
 """Share of the peak: another place this close to it limits the gain of lowering the peak."""
 
@@ -110,13 +112,13 @@ def request_story(oom: OutOfMemory) -> str:
 
 
 def what_would_fit(oom: OutOfMemory) -> str:
-    """Say which changes would have let a failed request fit, as far as that is known."""
+    """Say which changes would have let a failed request fit, as far as that is known, and what is still to
+    come: without states in memory, no optimizer has made a step."""
     enough = [remedy for remedy in oom.remedies if remedy.enough]
     open_ones = [remedy for remedy in oom.remedies if remedy.enough is None]
-    if len(enough) == 1:
-        return f"This change alone would have made it fit: {_savings(enough)}."
     if enough:
-        return f"Each of these changes alone would have made it fit: {_savings(enough)}."
+        which = "This change alone" if len(enough) == 1 else "Each of these changes alone"
+        return f"{which} would have let this request fit: {_savings(enough)}.{_to_come(oom)}"
     if open_ones:
         return f"The amount needed is unknown; the largest savings: {_savings(open_ones)}."
     if oom.remedies:
@@ -124,9 +126,24 @@ def what_would_fit(oom: OutOfMemory) -> str:
     return "No change that would save memory was found."
 
 
+def _to_come(oom: OutOfMemory) -> str:
+    parameters = oom.categories.get("sharded_parameter", 0)
+    if not parameters or oom.categories.get("optimizer_state"):
+        return ""
+    return f" No optimizer state is in memory yet: AdamW's would take {format_bytes(2 * parameters)} more."
+
+
+def _outside(oom: OutOfMemory) -> str:
+    """Report memory of the device that others hold, where it is more than a process's own libraries take."""
+    if oom.outside_bytes is None or oom.outside_bytes < _LIBRARIES_BYTES:
+        return ""
+    outside = format_bytes(oom.outside_bytes)
+    return f" {outside} of the device are held outside this rank's allocator, as by other processes."
+
+
 def _failure(rank: int, oom: OutOfMemory, ranks: int) -> str:
     who = f"Rank {rank} ran out of memory" if ranks == 1 else f"{ranks} ranks ran out of memory, rank {rank}"
-    return f"{who} {where(oom.phase, oom.fqn)}: {request_story(oom)}."
+    return f"{who} {where(oom.phase, oom.fqn)}: {request_story(oom)}.{_outside(oom)}"
 
 
 def _height(figures: MemoryFigures, ranks: int) -> str:

@@ -72,6 +72,8 @@ cannot keep up leaves one after every kernel."""
 _MARGIN = 0.1
 """Part of a pause that may lie outside the range that is named for it."""
 _NAMED_PAUSES = 200
+_COMPILED = "aten::"
+"""Of an operator in which no line of the script runs, so that it says more than the line that calls it."""
 _AT_ONCE_NS = 20_000
 """Time within which a copy follows the one that it waited for."""
 _COUNTED = (ALL_EXPERTS, ANOMALY, CHOSEN, FORWARDS, ONE_BY_ONE, REBUILT)
@@ -416,13 +418,13 @@ class _Charging:
         return rows, events.start_ns[rows], events.end_ns[rows]
 
     def _sites(self, start: IntArray, end: IntArray, long: BoolArray) -> dict[int, str]:
-        """Name the line, or the innermost range or Python function, of the longest pauses."""
+        """Name the longest pauses: by torch's operator that the host was in, by the script's line, or by the
+        innermost range or Python function."""
         rows = np.flatnonzero(long)
         if not len(rows):
             return {}
         lines = self._tables.sighted.lines.seen(start[rows], end[rows])
         found = {row: line for row, line in zip(rows.tolist(), lines, strict=True) if line is not None}
-        rows = np.array([row for row in rows.tolist() if row not in found], dtype=np.int64)
         events = self._tables.trace.events
         ranges, begins, ends = self._named_ranges
         for row in rows[np.argsort(start[rows] - end[rows], kind="stable")][:_NAMED_PAUSES].tolist():
@@ -433,7 +435,7 @@ class _Charging:
             if len(around):
                 length = ends[around] - begins[around]
                 name = events.name[int(ranges[around[int(length.argmin())]])]
-                if name is not None:
+                if name is not None and (row not in found or name.startswith(_COMPILED)):
                     found[row] = site_name(name)
         return found
 

@@ -141,6 +141,9 @@ class OutOfMemory:
     """Reserved bytes after the allocator freed its cached segments, as it does before it fails."""
     device_free_bytes: int | None
     """Free bytes of the driver; null if unknown."""
+    outside_bytes: int | None
+    """Bytes of the device that are neither free nor reserved by this process's allocator: other processes,
+    libraries, the driver; null if the device's size is unknown."""
     missing_bytes: int | None
     """Bytes that the driver lacked for the segment of the request; null if its free memory is unknown, or
     was enough and another limit applied."""

@@ -267,6 +267,7 @@ def out_of_memory() -> OutOfMemory:
         allocated_bytes=100 * MIB,
         reserved_bytes=None,
         device_free_bytes=4 * MIB,
+        outside_bytes=None,
         missing_bytes=2 * MIB,
         largest_free_block_bytes=None,
         stack=stack,

@@ -45,7 +45,7 @@ def capture(schedule: Schedule, folder: Path, begin: float, end: float, *, marks
             if "ts" not in event
             or (
                 begin * length <= float(event["ts"]) - first <= end * length
-                and (marks or not str(event.get("name")).startswith("ProfilerStep#"))
+                and (marks or not str(event.get("name")).startswith(("ProfilerStep#", "Optimizer.step#")))
             )
         ]
         path.write_text(json.dumps({**content, "traceEvents": kept}))

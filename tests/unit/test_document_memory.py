@@ -126,7 +126,10 @@ def test_out_of_memory_comes_first_with_what_would_help() -> None:
         "Rank 0 ran out of memory in forward of the root module: `aten::empty` asked for 6.00 MiB with "
         "100.0 MiB allocated and 4.00 MiB left on the device, 2.00 MiB too little."
     )
-    assert analysis.verdict[-1] == "This change alone would have made it fit: chunked loss (up to 5.00 MiB)."
+    assert (
+        analysis.verdict[-1]
+        == "This change alone would have let this request fit: chunked loss (up to 5.00 MiB)."
+    )
     assert " ".join(row_of(text, "request")) == "request 6.00 MiB by aten::empty at me/train.py:7:loss"
     assert row_of(text, "missing") == ["missing", "2.00", "MiB"]
     assert row_of(text, "chunked loss") == ["chunked", "loss", "5.00", "MiB", "yes", "in", "chunks"]

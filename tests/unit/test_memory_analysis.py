@@ -443,7 +443,7 @@ def test_out_of_memory_by_hand(tmp_path: Path):
     assert finding.message == (
         "Rank 0 ran out of memory in forward: `aten::log_softmax_int` asked for 4.00 MiB with 26.0 MiB "
         "allocated and 3.00 MiB left on the device, 17.0 MiB too little. "
-        "This change alone would have made it fit: expandable segments (up to 22.0 MiB)."
+        "This change alone would have let this request fit: expandable segments (up to 22.0 MiB)."
     )
 
 
