@@ -233,10 +233,20 @@ def waited_for(step: UnrecordedStep | None, ranks: Sequence[RankTrace]) -> Unrec
 
     A host that launches faster than the device computes runs ahead of it, by all steps of a short run: its
     clock then shows the time of launching. No step is shorter than the device's compute time in the
-    shortest one.
+    shortest one. If only some steps are, the host ran ahead in these, and they are not of another kind.
     """
     computed = [one.breakdown_ns.compute for rank in ranks if rank.device_type != "cpu" for one in rank.steps]
-    return None if step and computed and step.median_ns < _CAN_VARY * min(computed) else step
+    if step is None or not computed:
+        return step
+    least = _CAN_VARY * min(computed)
+    if step.median_ns < least:
+        return None
+    if step.lower_quartile_ns >= least or not are_unlike(step):
+        return step
+    clear = replace(step, lower_quartile_ns=least)
+    if are_unlike(clear) or step.traced_median_ns is None:
+        return clear
+    return replace(clear, slowdown=step.traced_median_ns / step.median_ns)
 
 
 def added_ns(step: UnrecordedStep | None) -> float:

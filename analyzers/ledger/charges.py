@@ -52,6 +52,8 @@ class Charge:
     """Process group of a collective."""
     count: int = 0
     bytes: int = 0
+    whole_ns: int = 0
+    """How long the device's activities run, hidden parts included."""
     each_bytes: int = 0
     """Payload of each collective that is not FSDP's."""
     at_once: bool = False

@@ -192,7 +192,7 @@ def _offload(book: Book) -> None:
     pinned = all(group.offload_pin_memory for group in book.groups if group.offload)
     layers = [(fqn, ns) for fqn, ns in by_layer(mine) if fqn is not None]
     worst = (layers[0][0] if layers else None) if offloads else main_layer(mine)
-    copying = sum(one.ns for one in mine if one.op is not None)
+    copying = sum(one.whole_ns or one.ns for one in mine if one.op is not None)
     speed = f" at {_rate(size / copying)} GB/s" if size and copying else ""
     amount = (
         f"{format_bytes(size // book.rank_steps)}{speed}" if size else f"{count / book.rank_steps:.3g} copies"

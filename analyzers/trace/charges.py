@@ -153,7 +153,7 @@ class _Charging:
 
     def __init__(self, tables: RankTables, rank: int) -> None:
         self._tables, self._rank = tables, rank
-        self._sums: dict[ChargePlace, list[int]] = defaultdict(lambda: [0, 0, 0])
+        self._sums: dict[ChargePlace, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
         evaluated = evaluation(tables)
         self._evaluating = on_the_device(tables, evaluated.host)
         self._rerunning = recomputed(tables)
@@ -197,8 +197,8 @@ class _Charging:
     def charges(self) -> list[Charge]:
         """Return them, without a charge of nothing."""
         return [
-            Charge(rank=self._rank, ns=ns, count=count, bytes=size, **place._asdict())
-            for place, (ns, count, size) in self._sums.items()
+            Charge(rank=self._rank, ns=ns, count=count, bytes=size, whole_ns=whole, **place._asdict())
+            for place, (ns, count, size, whole) in self._sums.items()
             if ns or (count and (place.cause == "evaluation" or place.why in _COUNTED))
         ]
 
@@ -216,6 +216,7 @@ class _Charging:
         asleep: bool = False,
         count: int = 0,
         size: int = 0,
+        whole: int = 0,
     ) -> None:
         if not (ns or count or size):
             return
@@ -223,6 +224,7 @@ class _Charging:
         entry[0] += ns
         entry[1] += count
         entry[2] += size
+        entry[3] += whole
 
     def _in_windows(self, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         """Cut intervals at the windows' edges: (row, window, start, end) of those inside one."""
@@ -296,9 +298,10 @@ class _Charging:
             summed(again),
             summed(np.where(first, 1, 0)),
             summed(np.where(first, sizes[row], 0)),
+            summed(np.where(first, (work.end_ns - work.start_ns)[row], 0)),
             strict=True,
         )
-        for (at, when, layer, name, copies, reason, line), own, evaluated, rerun, count, size in spans:
+        for (at, when, layer, name, copies, reason, line), own, evaluated, rerun, count, size, whole in spans:
             step = int(tables.windows.step[at])
             where = phase.values[when] if when >= 0 else None
             module = fqn.values[layer] if layer >= 0 else None
@@ -306,7 +309,7 @@ class _Charging:
             cause = kind if kind != "memcpy" else "offload" if copies else "compute"
             place: dict[str, Any] = {"fqn": module, "phase": where, "op": called}
             place |= {"site": sites[line] if line >= 0 else None, "why": WHY[reason]}
-            self._add(step, cause, own, count=count, size=size, **place)
+            self._add(step, cause, own, count=count, size=size, whole=whole, **place)
             self._add(step, "evaluation", evaluated, fqn=module, phase=where)
             self._add(step, "recompute", rerun, phase=where)
 

@@ -77,7 +77,10 @@ def trace_numbers(analysis: TraceAnalysis) -> list[KeyFigure]:
         return []
     numbers = [KeyFigure(value=format_ns(totals.step_ns), label="traced step, mean")]
     if step is not None:
-        numbers.insert(0, KeyFigure(value=format_ns(step.median_ns), label="unrecorded step, median"))
+        ledger = analysis.ledger
+        typical = step.median_ns if ledger is None else ledger.unrecorded_step_ns or step.median_ns
+        label = f"unrecorded step, {'median' if typical == step.median_ns else 'mean'}"
+        numbers.insert(0, KeyFigure(value=format_ns(typical), label=label))
     exposed = _exposed_frac(analysis)
     if exposed is not None and any(layer.fqn is not None for layer in analysis.layers):
         label = f"of the traced step is {LEDGER_CAUSES['communication'].label}"
