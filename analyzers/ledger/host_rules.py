@@ -477,9 +477,11 @@ def _dispatch(book: Book) -> None:
         _units(book)
     mine = book.take("host")
     batches = min((one.micro_batches or 1 for one in book.manifests), default=1)
+    compiled = any(one.why == "compiled" for one in book.left("compute"))
+    key = "host_bound/micro_batches" if batches > 1 else "host_bound/compiled" if compiled else "host_bound"
     book.enter(
         mine,
-        "host" if not book.on_device else "host_bound/micro_batches" if batches > 1 else "host_bound",
+        key if book.on_device else "host",
         {"micro_batches": batches} if batches > 1 else None,
         fqn=main_layer(mine),
         remedy=enough,

@@ -50,7 +50,14 @@ _LAUNCH_MISSING = "its launch is not in the file"
 def enter_other_communication(book: Book) -> None:
     """Enter collectives that no FSDP module issued, by kind; those of another parallelism apart."""
     if _unlabelled(book):
-        book.enter(book.take("other_communication"), "unattributed_communication")
+        mine = book.take("other_communication")
+        following = [one for one in mine if one.at_once and one.op == "all_reduce"]
+        count, cost = sum(one.count for one in following) / book.rank_steps, sum(one.ns for one in following)
+        if count < _UNBUCKETED or cost < _MOST_OF_MODEL * sum(one.ns for one in mine):
+            book.enter(mine, "unattributed_communication")
+        else:
+            evidence = {"per_step": round(count) + 1}
+            book.enter(mine, "unattributed_communication/unbucketed", evidence, gain_ns=cost)
         return
     _other_parallelism(book)
     _checkpoint(book)
@@ -60,6 +67,8 @@ def enter_other_communication(book: Book) -> None:
         _enter(book, kind, mine)
 
 
+_UNBUCKETED = 32
+"""All-reduces a step that directly follow another, from which on they are not those of buckets."""
 _A_NUMBER, _MANY = 8, 10
 """Bytes of a number, and all-reduces of one a step that could be a single one."""
 

@@ -72,11 +72,15 @@ cannot keep up leaves one after every kernel."""
 _MARGIN = 0.1
 """Part of a pause that may lie outside the range that is named for it."""
 _NAMED_PAUSES = 200
-_COMPILED = "aten::"
+_COMPILED_CODE = ("CompiledFunction", "Torch-Compiled Region", "## Call CompiledFxGraph")
+"""Begin the names of what torch.compile made."""
+_IN_TORCH = "aten::"
 """Of an operator in which no line of the script runs, so that it says more than the line that calls it."""
 _AT_ONCE_NS = 20_000
 """Time within which a copy follows the one that it waited for."""
-_COUNTED = (ALL_EXPERTS, ANOMALY, CHOSEN, FORWARDS, ONE_BY_ONE, REBUILT)
+COMPILED = "compiled"
+"""Why a charge of nothing counts: torch.compile's functions run."""
+_COUNTED = (ALL_EXPERTS, ANOMALY, CHOSEN, COMPILED, FORWARDS, ONE_BY_ONE, REBUILT)
 """Why a charge has a count without time."""
 _WITH_A_LINE = ("float64", "one_hot")
 """Kinds of compute that a line of the script causes, also in forward and backward."""
@@ -182,6 +186,8 @@ class _Charging:
         analysed = set(tables.windows.step.tolist())
         for why, count in experts_and_chosen(tables) if analysed else ():
             self._add(min(analysed), "compute", 0, phase="forward", why=why, count=count)
+        if analysed and any(name.startswith(_COMPILED_CODE) for name in tables.trace.events.name.values):
+            self._add(min(analysed), "compute", 0, why=COMPILED, count=1)
         passes = [one for one in evaluated.passes if one[0] in analysed]
         times = np.array(passes, dtype=np.int64).reshape(-1, 3)
         lines = tables.sighted.callers.seen(times[:, 1], times[:, 2])
@@ -438,7 +444,7 @@ class _Charging:
             if len(around):
                 length = ends[around] - begins[around]
                 name = events.name[int(ranges[around[int(length.argmin())]])]
-                if name is not None and (row not in found or name.startswith(_COMPILED)):
+                if name is not None and (row not in found or name.startswith(_IN_TORCH)):
                     found[row] = site_name(name)
         return found
 
