@@ -304,6 +304,7 @@ KERNEL_KINDS = (
     "one_hot",
     "bluestein",
     "contraction",
+    "distances",
     "masked",
     "frozen_gradient",
     "ignored",
@@ -317,9 +318,9 @@ memory; such attention that also returns them, averaged over heads; torch's own 
 whole tensors and compute almost nothing; gradients of parts of one tensor, each added as a whole one;
 matrix products of the optimizer; products with a matrix that one_hot made, with the making; Fourier
 transforms of a length with a large prime factor; products of expanded tensors that are stored and then
-summed; attention with one boolean mask for all samples and heads; gradients of frozen weights; logits of
-positions whose labels the loss ignores, with all others; logits of positions that no loss takes; experts that
-compute tokens which are not theirs, with those that are."""
+summed; such differences; attention with one boolean mask for all samples and heads; gradients of frozen
+weights; logits of positions whose labels the loss ignores, with all others; logits of positions that no loss
+takes; experts that compute tokens which are not theirs, with those that are."""
 
 SINGLE_PRECISION = re.compile(r"sgemm|simt_\w*gemm|gemm_f32f32_f32f32_f32")
 """Names of matrix products in float32 that run beside the tensor cores (cuBLAS, CUTLASS)."""

@@ -68,6 +68,7 @@ _REASONS = {
     "all_experts": "experts that each compute all tokens",
     "masked": "attention with one boolean mask for all samples and heads",
     "contraction": "products that are stored and then summed",
+    "distances": "differences that are stored and then summed",
     "unaligned": "matrix products with rows not aligned to 16 bytes",
     "scores": "attention that stores its scores",
     "returned_weights": "attention that returns its weights",

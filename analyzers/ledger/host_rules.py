@@ -477,7 +477,7 @@ def _dispatch(book: Book) -> None:
         _units(book)
     mine = book.take("host")
     batches = min((one.micro_batches or 1 for one in book.manifests), default=1)
-    compiled = any(one.why == "compiled" for one in book.left("compute"))
+    compiled = book.take("compute", lambda one: one.why == "compiled")
     key = "host_bound/micro_batches" if batches > 1 else "host_bound/compiled" if compiled else "host_bound"
     book.enter(
         mine,

@@ -334,13 +334,14 @@ def enter_kernels(book: Book) -> None:
     _all_experts(book)
     _masked_attention(book)
     _of_kind(book, "returned_weights", "attention_weights", _HALF)
+    _of_kind(book, "contraction", "stored_products", _STORED)
+    _of_kind(book, "distances", "stored_products/distances", _STORED)
     if not book.on_device:
         return
     _without_tensor_cores(book)
     if _computes_in_half(book):
         _of_kind(book, "attention_in_float32", "attention_in_float32", _TENSOR_CORES)
     _of_kind(book, "scores", "attention_scores", _SAVED_BY_FLASH)
-    _of_kind(book, "contraction", "stored_products", _STORED)
     _of_kind(book, "bluestein", "fourier_lengths", _BLUESTEIN)
     _of_kind(book, "layout", "layout_conversions", 1)
     _of_kind(book, "unaligned", "unaligned_products", _HALF)

@@ -44,10 +44,13 @@ def in_loss(allocations: AllocationTable, stacks: Stacks) -> BoolArray:
     """Mask of the allocations of a cross-entropy loss, by operator or stack, and of its backward.
 
     Its backward is the part before FSDP's first label there, mainly the gradient of the logits: autograd
-    leaves no Python frame on a GPU, and no module is known then.
+    leaves no Python frame on a GPU, and no module is known then. Where nothing of a cross-entropy's forward
+    is live, the loss is another one.
     """
     made = allocations.op.matches(lambda name: LOSS.search(name) is not None)
     made |= StackKinds(stacks).matching(allocations.stack, LOSS)
+    if not made.any():
+        return made
     backward = allocations.phase.equals("backward") & allocations.activity.equals("compute")
     return made | (backward & allocations.fqn.equals(None) & allocations.category.equals("temporary"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
 from math import prod
@@ -25,7 +26,13 @@ from fsdp2prof.tables.trace import EventTable
 
 _AROUND = {"aten::_softmax": 1, "aten::_softmax_backward_data": 2}
 """Softmax operator -> number of matrix products on each side that belong to the same attention."""
-_SLICES = frozenset(f"autograd::engine::evaluate_function: {name}Backward0" for name in ("Slice", "Select"))
+
+
+def _autograd(*names: str) -> frozenset[str]:
+    return frozenset(f"autograd::engine::evaluate_function: {name}Backward0" for name in names)
+
+
+_SLICES = _autograd("Slice", "Select")
 _ADDS = frozenset({"aten::add", "aten::add_"})
 _ONE_HOT = "aten::one_hot"
 _AS_IT_IS = frozenset(
@@ -43,11 +50,30 @@ _SHIFTED = 1.25
 """Times as many positions as the loss has that logits may have: the last one of a sample has no label."""
 _FEW = 4
 """Times as many positions as a loss takes, of which logits are computed."""
-_TIMES = "aten::mul"
-_SUM = "aten::sum"
 _SUM_INPUTS = 3
 """Recorded inputs of a sum over some dimensions, at least; one over all has the tensor and a type."""
-_TIMES_BACKWARD = "autograd::engine::evaluate_function: MulBackward0"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stored:
+    """Operators that store a tensor many times as large as either input, only to sum it."""
+
+    first: str
+    between: frozenset[str] = frozenset()
+    """Elementwise operators on the way to the sum, of which one is needed if there are any."""
+    nodes: frozenset[str]
+    """Autograd's ranges that work on tensors of the same size."""
+
+
+_SUM = "aten::sum"
+_STORED = {
+    "contraction": _Stored(first="aten::mul", nodes=_autograd("Mul")),
+    "distances": _Stored(
+        first="aten::sub",
+        between=frozenset(f"aten::{name}" for name in ("pow", "square", "abs", "mul")),
+        nodes=_autograd("Pow", "Abs", "Mul", "Sub"),
+    ),
+}
 _EXPANDED = 8
 """Times that a product is larger than either of its factors, from which on storing it is most of the work."""
 _MEAN, _WITH_HEADS = "aten::mean", 4
@@ -82,8 +108,8 @@ def kinds_of_compute(tables: RankTables, work: WorkTable) -> IntArray:
     found[_of_unused_logits(tables, work)] = KERNEL_KINDS.index("unused_logits")
     found[_of_frozen_gradients(tables, work)] = KERNEL_KINDS.index("frozen_gradient")
     found[of_all_experts(tables, work)] = KERNEL_KINDS.index("all_experts")
-    if len(tables.device):
-        found[_of_contractions(tables, work)] = KERNEL_KINDS.index("contraction")
+    for kind, stored in _STORED.items():
+        found[_of_stored(tables, work, stored)] = KERNEL_KINDS.index(kind)
     return found
 
 
@@ -192,19 +218,19 @@ def _calls_in(
             yield name, _tensors(shapes.dims[row] or "[]")
 
 
-def _of_contractions(tables: RankTables, work: WorkTable) -> BoolArray:
-    """Whether each activity stores products of two expanded tensors that are then summed, or their gradients.
+def _of_stored(tables: RankTables, work: WorkTable, kind: _Stored) -> BoolArray:
+    """Whether each activity stores a tensor of two expanded ones that is then summed, or their gradients.
 
-    ``(a.unsqueeze(i) * b.unsqueeze(j)).sum(k)`` is a matrix product. Backward multiplies tensors of the
-    products' size again, and sums them for each factor.
+    ``(a.unsqueeze(i) * b.unsqueeze(j)).sum(k)`` is a matrix product, and ``(a - b).pow(2).sum(k)`` needs
+    one. Backward computes tensors of the same size again, and sums them for each of the two.
     """
     events, shapes = tables.trace.events, tables.trace.shapes
     names = events.name.take(shapes.event)
-    rows = np.flatnonzero(names.matches((_TIMES, _SUM).__contains__))
+    rows = np.flatnonzero(names.matches({kind.first, *kind.between, _SUM}.__contains__))
     dims = dict(zip(shapes.event[rows].tolist(), shapes.dims.take(rows).to_list(), strict=True))
-    pairs = list(_summed_products(tables, dims))
-    stored = {product for _, _, product in pairs}
-    nodes = np.flatnonzero(events.name.equals(_TIMES_BACKWARD)) if stored else rows[:0]
+    pairs = list(_then_summed(tables, dims, kind))
+    stored = {size for _, _, size in pairs}
+    nodes = np.flatnonzero(events.name.matches(kind.nodes.__contains__)) if stored else rows[:0]
     large = [event for event, sizes in dims.items() if not stored.isdisjoint(_shapes(sizes))]
     event = np.array(large, dtype=np.int64)
     found = np.zeros(len(work), dtype=np.bool_)
@@ -225,23 +251,26 @@ def _of_contractions(tables: RankTables, work: WorkTable) -> BoolArray:
     return found
 
 
-def _summed_products(
-    tables: RankTables, dims: dict[int, str | None]
+def _then_summed(
+    tables: RankTables, dims: dict[int, str | None], kind: _Stored
 ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Yield each product of expanded tensors, the sum of it that comes next, and its shape."""
+    """Yield each operator on expanded tensors, the sum of its result that comes next, and its size."""
     events = tables.trace.events
     large = [event for event, sizes in dims.items() if _expanded(sizes or "[]") is not None]
-    products = np.array(large, dtype=np.int64)
-    products = products[events.name.take(products).equals(_TIMES)]
+    firsts = np.array(large, dtype=np.int64)
+    firsts = firsts[events.name.take(firsts).equals(kind.first)]
     operators = np.flatnonzero(events.name.matches(lambda name: name.startswith("aten::")))
-    for thread in intervals.distinct(events.thread[products]):
+    for thread in intervals.distinct(events.thread[firsts]):
         rows = outermost(events, operators[events.thread[operators] == thread])
         rows = rows[~events.name.take(rows).matches(_AS_IT_IS.__contains__)]
-        for first, last in pairwise(rows.tolist()):
-            product = _expanded(dims.get(first) or "[]") if events.name[first] == _TIMES else None
-            summed = _summed(dims.get(last) or "[]") if events.name[last] == _SUM else None
-            if product is not None and product == summed:
-                yield first, last, product
+        starts = np.flatnonzero(np.isin(rows, firsts))
+        for at in starts.tolist():
+            last = at + (2 if kind.between else 1)
+            if last >= len(rows) or (kind.between and events.name[int(rows[at + 1])] not in kind.between):
+                continue
+            size, summing = _expanded(dims[int(rows[at])] or "[]"), int(rows[last])
+            if events.name[summing] == _SUM and size == _summed(dims.get(summing) or "[]") and size:
+                yield int(rows[at]), summing, size
 
 
 @lru_cache(maxsize=4096)

@@ -288,7 +288,8 @@ def test_the_ledger_of_any_job_sums_to_its_steps(
     for entry in ledger.entries:
         if entry.remedy is not None and entry.remedy.gain_ns is not None:
             assert 0 <= entry.remedy.gain_ns <= entry.ns * (1 + 1e-9), entry.id
-        assert all(place.why is None or " " in place.why for place in entry.places), "a reason in words"
+        reasons = [place.why for place in entry.places if place.why is not None]
+        assert all(" " in why for why in reasons), reasons
     proposed = [entry for entry in ledger.entries if entry.told]
     assert ledger.entries[: len(proposed)] == proposed
     if proposed:

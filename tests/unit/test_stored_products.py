@@ -66,6 +66,40 @@ def test_a_function_of_the_products_is_no_matrix_product() -> None:
     assert spent_on("contraction", trace) == 0
 
 
+def differences(factors: str, between: str | None, summed: str) -> TraceBuilder:
+    """Differences, an operator on them and their sum, 100 ns of kernels each, and 100 ns of backward."""
+    trace = TraceBuilder()
+    trace.label("ProfilerStep#3", 0, 2_000)
+    trace.host("aten::sub", 100, 120, dims=factors)
+    trace.device(KERNEL, 110, 210, launch=105)
+    if between is not None:
+        trace.host(between, 122, 125)
+        trace.device(KERNEL, 210, 310, launch=123)
+    trace.host("aten::sum", 130, 150, dims=summed)
+    trace.device(KERNEL, 310, 410, launch=135)
+    trace.host(BACKWARD.replace("Mul", "Pow"), 420, 490, thread=1)
+    trace.host("aten::mul", 430, 440, thread=1, dims=f"[{PRODUCT},[16,16,64]]")
+    trace.device(KERNEL, 435, 535, launch=432, thread=1)
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("factors", "between", "summed", "expected"),
+    [
+        (FACTORS, "aten::pow", OVER_ONE, 400),
+        (FACTORS, "aten::abs", OVER_ONE, 400),
+        (FACTORS, None, OVER_ONE, 0),  # a sum of differences is the difference of sums, and rare
+        (FACTORS, "aten::tanh", OVER_ONE, 0),
+        (FACTORS, "aten::pow", OVER_ALL, 0),  # a loss
+        ("[[16,16,64],[16,16,64]]", "aten::pow", OVER_ONE, 0),  # as large as what is compared
+    ],
+)
+def test_pairwise_distances_that_store_all_differences_are_told(
+    factors: str, between: str | None, summed: str, expected: int
+) -> None:
+    assert spent_on("distances", differences(factors, between, summed)) == expected
+
+
 @pytest.mark.parametrize(
     ("kernel", "expected"),
     [

@@ -195,6 +195,7 @@ _SHAPED_NAMES = frozenset(
         "scatter_",
         "topk",
         "mul",
+        "sub",
         "sum",
         "mean",
         "scaled_dot_product_attention",
