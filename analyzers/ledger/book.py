@@ -77,6 +77,7 @@ _REASONS = {
     "update": "matrix products of the optimizer",
     "fsdp": "FSDP's own work on the host",
     "forwards": "forwards of checkpointed modules",
+    "compiled": "code that torch.compile made",
 }
 """``why`` of a charge -> the same in words."""
 
