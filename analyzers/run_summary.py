@@ -222,7 +222,7 @@ def _training(manifest: RankManifest) -> dict[str, str]:
 
 _SENTENCES = 4
 """Of a verdict."""
-_ALWAYS = frozenset({"kept_after_backward", "leak", "out_of_memory"})
+_ALWAYS = frozenset({"kept_after_backward", "leak", "out_of_memory", "prefetched_ahead"})
 """Findings about memory that hold however much of it is free."""
 _SAID_BY_LEDGER = {"root_only": "wrapping_too_coarse", "not_optimized": "backward_untrained"}
 """Setup findings that the ledger reports with their cost."""
@@ -368,7 +368,7 @@ def _verdict(
     if memory is not None and any(rank.oom is not None for rank in memory.ranks):
         step = [line for line in trace.verdict if not line.startswith(NOTHING)]
         return [*peak, *step[:1], *memory.verdict[-1:]]
-    about_memory = {one.id for one in memory.findings} if memory is not None else set()
+    about_memory = {one.id for one in memory.findings} - _ALWAYS if memory is not None else set()
     first = _grave(findings)
     quiet = trace.ledger is None or not any(one.told for one in trace.ledger.entries)
     if not first and quiet:

@@ -18,7 +18,7 @@ from fsdp2prof.analyzers.memory.attribution import own_frame
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, live_at, running_total
 from fsdp2prof.analyzers.memory.remedies import in_loss, kept_gathered, kept_gradients
 from fsdp2prof.analyzers.memory.wording import request_story, what_would_fit, where
-from fsdp2prof.by_key import grouped
+from fsdp2prof.by_key import grouped, summed
 from fsdp2prof.labels import is_root
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.finding import EvidenceValue, Finding, Severity
@@ -214,7 +214,8 @@ def _all_in_one_group(peak: Peak) -> Iterator[Finding]:
 
 def _unsharded_together(peak: Peak, manifest: RankManifest | None) -> Iterator[Finding]:
     """Groups unsharded at the peak: the root kept so, and others that prefetch or no resharding adds."""
-    held = {row.fqn: row.bytes for row in peak.by_layer if row.category == "unsharded_parameter"}
+    gathered = ("unsharded_parameter", "all_gather_buffer")
+    held = summed((row.fqn, row.bytes) for row in peak.by_layer if row.category in gathered)
     for root in [fqn for fqn in held if fqn is not None and is_root(fqn)]:
         size = held.pop(root)
         if peak.fqn != root:
@@ -223,13 +224,20 @@ def _unsharded_together(peak: Peak, manifest: RankManifest | None) -> Iterator[F
     total = sum(held.values())
     # One group is in use and FSDP2 gathers the next, or the last one is kept: that is as it should be.
     if (len(kept) > 1 or len(held) > 2) and total > _NOTABLE * peak.allocated_bytes:
+        groups = manifest.param_groups if manifest else []
+        asked = max(
+            (len(names) for one in groups for names in (one.forward_prefetch, one.backward_prefetch)),
+            default=0,
+        )
+        others = "prefetched_ahead" if asked > 1 else "groups_unsharded_together/prefetched"
         yield finding(
-            "groups_unsharded_together" if len(kept) > 1 else "groups_unsharded_together/prefetched",
+            "groups_unsharded_together" if len(kept) > 1 else others,
             {"bytes": {str(name): size for name, size in held.items()}},
             severity=_severity(total, peak.allocated_bytes),
             groups=len(held),
             names=_listed(sorted(str(name) for name in held)),
             total=total,
+            ahead=asked,
             why=_why_together(len(held), sorted(kept)),
         )
 

@@ -161,7 +161,8 @@ def _held(live: AllocationTable, *categories: str) -> int:
 
 
 def _gathered(live: AllocationTable, fqn: str | None, manifest: RankManifest | None) -> tuple[int, int]:
-    """Bytes of other groups that resharding frees, and of those that are gathered more than one ahead.
+    """Bytes of other groups that resharding frees, and of those that are gathered more than one ahead, as
+    parameters or still in all-gather buffers.
 
     Without a manifest it is unknown which of them result from prefetch.
     """
@@ -170,7 +171,10 @@ def _gathered(live: AllocationTable, fqn: str | None, manifest: RankManifest | N
     if manifest is None:
         return sum(held.values()), 0
     kept = kept_gathered(manifest) & held.keys()
-    ahead = [size for one, size in held.items() if one not in kept and not is_root(one)]
+    buffers = live.take(live.category.equals("all_gather_buffer") & ~live.fqn.equals(fqn))
+    gathered = {one: _size(buffers, buffers.fqn.equals(one)) for one in buffers.fqn.values if one is not None}
+    of_blocks = [one for one in {*held, *gathered} if one not in kept and not is_root(one)]
+    ahead = [held.get(one, 0) + gathered.get(one, 0) for one in of_blocks]
     resharded = sum(held[one] for one in kept) if len(kept) > 1 else 0  # one may be the next that is needed
     return resharded, sum(ahead) - max(ahead, default=0)
 
