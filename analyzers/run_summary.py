@@ -252,10 +252,12 @@ def combine(
     memory: MemoryAnalysis | None,
     warnings: Sequence[str] = (),
     setup: Sequence[Finding] = (),
+    ending: Sequence[str] = (),
 ) -> RunAnalysis:
     """Combine a run and its analyses, each null if nothing was captured.
 
-    ``setup`` is the result of ``check``. Advice on memory is given if it is tight, or leaks.
+    ``setup`` is the result of ``check``, and ``ending`` says why ranks crashed as far as their dumps show.
+    Advice on memory is given if it is tight, or leaks.
     """
     tight = memory is not None and is_tight(memory)
     if trace is not None:
@@ -279,7 +281,8 @@ def combine(
     unseen = unrecorded_sentence(run.unrecorded_step) if trace is None else []
     verdict = _verdict(trace, memory, findings, tight=tight) or unseen
     if (memory is None or all(rank.oom is None for rank in memory.ranks)) and (crash := _crash(run)):
-        verdict = [crash, *(line for line in verdict if not line.startswith(NOTHING))][:_SENTENCES]
+        rest = (line for line in verdict if not line.startswith(NOTHING))
+        verdict = [crash, *ending, *rest][:_SENTENCES]
     return RunAnalysis(
         verdict=verdict,
         run=run,

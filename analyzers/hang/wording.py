@@ -44,6 +44,14 @@ def verdict(hang: HangAnalysis) -> list[str]:
     return [*sentences, by_place or wordings("hang")[f"hang/{hang.cause}"]["advice"]]
 
 
+def why(hang: HangAnalysis) -> list[str]:
+    """Return the cause, and the lines at which the ranks are: what a crash's own message does not say."""
+    if hang.cause == "none":
+        return []
+    causes = [] if hang.cause in ("crashed", "stacks") else _cause(hang)[:1]
+    return [*causes, *([_places(hang.places)] if hang.places else [])]
+
+
 def _cause(hang: HangAnalysis) -> list[str]:
     stand = hang.standings[0] if hang.standings else None
     if hang.cause == "crashed":

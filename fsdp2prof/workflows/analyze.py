@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp2prof.by_key import grouped
-from fsdp2prof.errors import RunDirectoryError, SnapshotError, TraceError, UsageError
+from fsdp2prof.errors import Fsdp2ProfError, RunDirectoryError, SnapshotError, TraceError, UsageError
 from fsdp2prof.files import counted
 from fsdp2prof.worker_processes import no_garbage_collection
 from fsdp2prof.workflows.job.job_files import JobFiles, require, was_tried
@@ -187,7 +187,8 @@ def _analyze_run(job: JobFiles, options: TraceOptions) -> RunAnalysis:
     summary = _summary(job)
     if job.summaries.files:
         kept = _of_summaries(job, options)
-        return combine(summary, kept.trace, kept.memory, kept.warnings, _setup(job, kept.trace))
+        setup = _setup(job, kept.trace)
+        return combine(summary, kept.trace, kept.memory, kept.warnings, setup, _ending(job, summary))
     with place_of(options) as place:
         works = _works(job, job.traces.files, job.memory.files, options)
         reduced = list(counted(place.map(reduce_rank, works), works))
@@ -205,7 +206,20 @@ def _analyze_run(job: JobFiles, options: TraceOptions) -> RunAnalysis:
             trace = _merged_traces(job, reduced, options)
         except TraceError as error:
             warnings.append(str(error))
-    return combine(summary, trace, memory, warnings, _setup(job, trace))
+    return combine(summary, trace, memory, warnings, _setup(job, trace), _ending(job, summary))
+
+
+def _ending(job: JobFiles, run: RunSummary) -> list[str]:
+    """Return why ranks of a crashed run wait or differ, as far as dumps and stacks in its folder show."""
+    if job.run is None or run.state != "crashed":
+        return []
+    from fsdp2prof.analyzers.hang.wording import why
+    from fsdp2prof.workflows.hang import analyze_hang
+
+    try:
+        return why(analyze_hang(job.path))
+    except Fsdp2ProfError:
+        return []
 
 
 def _setup(job: JobFiles, trace: TraceAnalysis | None) -> list[Finding]:
