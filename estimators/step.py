@@ -476,8 +476,8 @@ def _verdict(estimate: StepEstimate) -> list[str]:
     published = estimate.range.published_ns
     if published is not None:
         lines.append(
-            f"Published steps of mixtures of experts took {times(published / estimate.step_ns)} as long as "
-            f"predicted, in the median of their sources: for this one {format_ns(published)}, "
+            f"Published steps of {estimate.range.published_of} took {times(published / estimate.step_ns)} "
+            f"as long as predicted, in the median of their sources: for this one {format_ns(published)}, "
             f"{rate / published:,.0f} tokens/s."
         )
     parts = estimate.breakdown_ns

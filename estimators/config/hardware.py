@@ -92,6 +92,9 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     achieved_tflops: dict[str, _Rate] = {}
     is_tried: bool = False
     """Whether the estimate is held against published trainings on it, at its power limit."""
+    published_median: _Rate | None = None
+    """Published over predicted steps of dense models, the median of the sources' medians, where predictions
+    are biased."""
     lowest_compute_frac: _Share = 1.0
     """Lowest rate of products that was published, over the achieved ones: other libraries, other shapes."""
     attention_tflops: _Rate | Annotated[dict[str, _Rate], _SOME] | None = None

@@ -18,6 +18,8 @@ class RangeEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The margin for faster steps or lower peaks, if it differs from the margin for slower or higher ones."""
     median: float | None = None
     """Published over predicted steps, the median of the sources' medians, where predictions are biased."""
+    median_of: str = ""
+    """Which steps these are."""
 
 
 @lru_cache(maxsize=1)

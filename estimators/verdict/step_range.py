@@ -80,7 +80,11 @@ def margin_of(
     slow = max(ends, key=lambda end: end.value)
     fast = max([*ends, *([range_end("speed_of_fused_kernels")] if reference else [])], key=_faster)
     source = slow.source if slow is fast else f"{fast.source}; slower steps: {slow.source}"
-    return RangeEnd(value=slow.value, fast=_faster(fast), source=source, median=ends[1].median)
+    median, of = ends[1].median, "mixtures of experts"
+    if not experts:  # the published ones ran cuDNN's attention
+        median = hardware.published_median if policy.attention == "cudnn" else None
+        of = f"dense models on {hardware.name}"
+    return RangeEnd(value=slow.value, fast=_faster(fast), source=source, median=median, median_of=of)
 
 
 def _faster(margin: RangeEnd) -> float:
@@ -138,6 +142,7 @@ def range_of(
         simulated_low_ns=low + bubble_ns,
         simulated_high_ns=high + bubble_ns,
         published_ns=None if margin.median is None else round(margin.median * step_ns) + bubble_ns,
+        published_of=None if margin.median is None else margin.median_of,
     )
 
 

@@ -452,6 +452,8 @@ class StepRange:
     """Step with the least favourable inputs, before the margin of published runs; null if not simulated."""
     published_ns: int | None = None
     """Step by the median of published over predicted ones; null of runs whose predictions are not biased."""
+    published_of: str | None = None
+    """Which published ones these are: of mixtures of experts, or of dense models on an accelerator."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
