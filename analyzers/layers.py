@@ -113,10 +113,10 @@ def times(factor: float) -> str:
 
 
 def numbered(noun: str, numbers: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 3 and 5``, ``steps 3, 5, 6 and 4 more``."""
-    shown = [str(number) for number in numbers[:_NUMBERED]]
-    if len(numbers) > _NUMBERED:
-        shown.append(f"{len(numbers) - _NUMBERED} more")
+    """``rank 3``, ``ranks 3 and 5``, ``steps 3, 5, 6 and 4 more``; a single one more is named, too."""
+    shown = [str(number) for number in numbers]
+    if len(shown) > _NUMBERED + 1:
+        shown[_NUMBERED:] = [f"{len(shown) - _NUMBERED} more"]
     return f"{noun} {shown[0]}" if len(shown) == 1 else f"{noun}s {', '.join(shown[:-1])} and {shown[-1]}"
 
 

@@ -23,7 +23,7 @@ from fsdp2prof.analyzers.ledger.other_rules import enter_other_communication, en
 from fsdp2prof.analyzers.ledger.rank_rules import enter_waits
 from fsdp2prof.analyzers.ledger.script_rules import enter_script, join_places
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, cost_frac
-from fsdp2prof.analyzers.ledger.words import bound, collectives, not_judged
+from fsdp2prof.analyzers.ledger.words import BUSY, bound, collectives, not_judged
 from fsdp2prof.analyzers.ledger.work_rules import (
     enter_kernels,
     enter_repeated_forward,
@@ -127,9 +127,23 @@ def _finding(entry: LedgerEntry) -> Finding:
     )
 
 
+def _estimated(book: Book) -> list[LedgerEntry]:
+    """Return the entries, on a busy host with estimates for bounds: the waiting for cores and for other ranks
+    that some work causes goes with it."""
+    starved = sum(charge.ns for cause, charge in book.booked if cause == "starved")
+    if book.frac(starved) < BUSY:
+        return book.entries
+    return [
+        replace(one, remedy=replace(one.remedy, basis="estimate"))
+        if one.remedy is not None and one.remedy.basis == "bound" and one.cause != "starved"
+        else one
+        for one in book.entries
+    ]
+
+
 def _ledger(book: Book) -> Ledger:
     step = book.analysis.unrecorded_step
-    entries = in_order(book.entries)
+    entries = in_order(_estimated(book))
     causes: dict[str, int] = defaultdict(int)
     windows: dict[tuple[int, int], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for cause, charge in book.booked:

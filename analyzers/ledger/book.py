@@ -285,11 +285,16 @@ class Book:
         return booked + sum(one.ns for one in self.waiting)
 
     def waiting_at(self, charges: Iterable[Charge]) -> list[Charge]:
-        """Return the waiting for a processor at the lines, or for the kinds of compute, of some charges.
+        """Return the waiting for a processor at the lines of some charges, in the optimizer, or for their kinds
+        of compute.
 
         A line with less to do has less to wait for. Empty if it is little.
         """
-        named = (one for one in charges if one.site or (one.why and one.cause == "compute"))
+        named = (
+            one
+            for one in charges
+            if one.site or one.phase == "optimizer" or (one.why and one.cause == "compute")
+        )
         places = {_work(one) for one in named if one.cause in RUNNING}
         found = [one for one in self.waiting if _work(one) in places]
         return found if self.frac(sum(one.ns for one in found)) >= self.thresholds.min_cost_frac else []

@@ -20,7 +20,7 @@ from fsdp2prof.units import format_frac, format_ns, plural
 _REPLAY = "`fsdp2prof whatif` replays the step with other settings."
 _MOST = 0.5
 """Fraction of a step from which one cause bounds it."""
-_BUSY = 0.1
+BUSY = 0.1
 """Fraction of a step that ranks wait for a processor, from which on the host is called busy."""
 _HIDING = 0.3
 """The same from which on losses that are smaller disappear in it."""
@@ -136,9 +136,7 @@ def try_first(entry: LedgerEntry, ledger: Ledger) -> str:
         if isinstance(whole, float) and whole > _MORE * remedy.gain_ns:  # ranks wait less for each other, too
             amount = f"{format_ns(whole)} ({format_frac(whole / ledger.step_ns)}) {of_step(ledger)}"
         return f"{change} In a replay of this recording, this saves {amount}."
-    # On a busy host the waiting for cores and for other ranks that such work causes goes with it.
-    busy = entry.cause != "starved" and ledger.causes_ns.get("starved", 0.0) >= _BUSY * ledger.step_ns
-    much = "about" if remedy.basis == "estimate" or busy else "at most"
+    much = "about" if remedy.basis == "estimate" else "at most"
     return f"{change} This saves {much} {amount}: {remedy.reason}."
 
 
@@ -209,7 +207,7 @@ def not_judged(book: Book) -> list[str]:
     found = in_turns(book)
     starved = book.frac(book.starved_ns)
     rows = [one for one in book.entries if one.cause == "starved"]
-    if starved >= _BUSY and not any(one.told for one in rows):
+    if starved >= BUSY and not any(one.told for one in rows):
         said = f"The host was busy: ranks waited {format_frac(starved)} of a step for a CPU core"
         if starved - sum(one.frac for one in rows) >= _ROUNDING:
             said += ", partly in the work of other rows"
