@@ -285,8 +285,8 @@ class Book:
         return booked + sum(one.ns for one in self.waiting)
 
     def waiting_at(self, charges: Iterable[Charge]) -> list[Charge]:
-        """Return the waiting for a processor at the lines of some charges, in the optimizer, or for their kinds
-        of compute.
+        """Return the waiting for a processor at the lines of some charges, in the optimizer, or for their
+        kinds of compute.
 
         A line with less to do has less to wait for. Empty if it is little.
         """

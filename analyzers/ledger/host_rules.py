@@ -346,6 +346,10 @@ def _where(fqn: str | None, phase: str) -> str:
     return in_phase(phase) + ("" if fqn is None else f" of {named_layer(fqn)}")
 
 
+_COPIES = ("aten::copy_", "aten::_to_copy", "aten::to")
+"""Operators whose copies block the host where its memory is not pinned."""
+
+
 def _syncs(book: Book) -> None:
     """Enter the device's idle time after the host waited for it, with the copies that made it wait."""
     calls = book.analysis.host_syncs
@@ -370,7 +374,8 @@ def _syncs(book: Book) -> None:
         where += "" if worst.fqn is None else f" of {named_layer(worst.fqn)}"
         where += "" if worst.site is None else f", at {worst.site}"
         checked = any(one.why == "anomaly" for one in book.left("compute"))
-        key = "host_sync/anomaly" if checked else "host_sync/calls"
+        copied = worst.site is None and worst.operator in _COPIES
+        key = "host_sync/anomaly" if checked else "host_sync/copies" if copied else "host_sync/calls"
         evidence = {
             "calls_per_step": count,
             "operator": worst.operator,

@@ -136,6 +136,9 @@ def try_first(entry: LedgerEntry, ledger: Ledger) -> str:
         if isinstance(whole, float) and whole > _MORE * remedy.gain_ns:  # ranks wait less for each other, too
             amount = f"{format_ns(whole)} ({format_frac(whole / ledger.step_ns)}) {of_step(ledger)}"
         return f"{change} In a replay of this recording, this saves {amount}."
+    untraced = ledger.unrecorded_step_ns
+    if untraced and ledger.step_ns >= SLOWED * untraced:
+        amount += f", or {format_ns(remedy.gain_frac * untraced)} of a step if tracing slows all of it alike"
     much = "about" if remedy.basis == "estimate" else "at most"
     return f"{change} This saves {much} {amount}: {remedy.reason}."
 
@@ -293,10 +296,9 @@ def _headline(ledger: Ledger) -> str:
         return f"A traced step takes {format_ns(traced)}."
     if not differs_traced(traced, step):
         return f"A step takes {format_ns(step)}."
-    slowed = f", {times(traced / step)} as long" if traced >= SLOWED * step else ""
-    host = ", mostly on the host" if slowed else ""
+    slowed = ", slowed mostly on the host" if traced >= SLOWED * step else ""
     varied = "; steps of this run vary as much" if traced < step else ""
-    return f"A step takes {format_ns(step)}, a traced one {format_ns(traced)}{slowed}{host}{varied}."
+    return f"A step takes {format_ns(step)}, a traced one {format_ns(traced)}{slowed}{varied}."
 
 
 def _rehearsal(analysis: TraceAnalysis) -> str:

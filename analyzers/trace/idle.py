@@ -19,7 +19,7 @@ from fsdp2prof.analyzers.trace.spans import loading
 from fsdp2prof.by_key import grouped
 from fsdp2prof.results.trace import HostSyncPlace, HostSyncRow
 from fsdp2prof.tables.columns import IntArray
-from fsdp2prof.tables.trace import PhaseTable, StepTable, Trace
+from fsdp2prof.tables.trace import EventTable, PhaseTable, StepTable, Trace
 
 
 def idle_causes(tables: RankTables) -> list[dict[str, int]]:
@@ -169,6 +169,8 @@ def _profiler(tables: RankTables) -> Intervals:
     )
 
 
+_NESTED = 64
+"""Operators that begin before a call, of which one is taken for the innermost around it."""
 _INNER = {"aten::_local_scalar_dense": "aten::item"}
 """Operators that people know by the name of their caller."""
 
@@ -229,19 +231,38 @@ def host_sync_places(rows: Sequence[HostSyncRow], windows: int) -> list[HostSync
 
 
 def _operators(trace: Trace, calls: IntArray) -> IntArray:
-    """Return the event row of the operator whose id each call carries and that encloses it; -1 if none."""
+    """Return the event row of the operator that made each call, by the id that the call carries, otherwise
+    the innermost one around it; -1 if none."""
     events = trace.events
-    operators = np.flatnonzero(events.category.equals("cpu_op") & (events.external_id >= 0))
-    if not len(operators):
-        return np.full(len(calls), -1, dtype=np.int64)
-    operators = operators[np.argsort(events.external_id[operators], kind="stable")]
-    ids = events.external_id[operators]
+    operators = np.flatnonzero(events.category.equals("cpu_op"))
+    found = _around(events, operators, calls)
+    numbered = operators[events.external_id[operators] >= 0]
+    if not len(numbered):
+        return found
+    numbered = numbered[np.argsort(events.external_id[numbered], kind="stable")]
+    ids = events.external_id[numbered]
     at = np.minimum(np.searchsorted(ids, events.external_id[calls]), len(ids) - 1)
-    found = operators[at]
+    named = numbered[at]
     encloses = (
         (ids[at] == events.external_id[calls])
-        & (events.thread[found] == events.thread[calls])
-        & (events.start_ns[found] <= events.start_ns[calls])
-        & (events.end_ns[found] >= events.end_ns[calls])
+        & (events.thread[named] == events.thread[calls])
+        & (events.start_ns[named] <= events.start_ns[calls])
+        & (events.end_ns[named] >= events.end_ns[calls])
     )
-    return np.where(encloses, found, -1)
+    return np.where(encloses, named, found)
+
+
+def _around(events: EventTable, operators: IntArray, calls: IntArray) -> IntArray:
+    """Return the innermost operator of its thread around each call: of those that nest, the last to begin."""
+    found = np.full(len(calls), -1, dtype=np.int64)
+    for thread in intervals.distinct(events.thread[calls]):
+        mine = operators[events.thread[operators] == thread]
+        mine = mine[np.argsort(events.start_ns[mine], kind="stable")]
+        starts, ends = events.start_ns[mine], events.end_ns[mine]
+        for row in np.flatnonzero(events.thread[calls] == thread).tolist():
+            before = int(np.searchsorted(starts, events.start_ns[calls[row]], side="right"))
+            low = max(0, before - _NESTED)
+            around = np.flatnonzero(ends[low:before] >= events.end_ns[calls[row]])
+            if len(around):
+                found[row] = mine[low + int(around[-1])]
+    return found

@@ -327,7 +327,6 @@ def test_a_training_without_fsdp_is_known_by_stacks_and_sizes(tmp_path: Path):
     # gradients that wait for the optimizer wait for no other micro-batch
     assert {one.action for one in rank.remedies} == {
         "smaller_batch",
-        "wider_sharding",
         "activation_checkpointing",
     }
     assert next(one for one in rank.remedies if one.action == "smaller_batch").saves_bytes == 9000 // 2
