@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from functools import partial
+from itertools import combinations, pairwise
+from statistics import mean, median
 
 from fsdp2prof.analyzers import findings
 from fsdp2prof.analyzers.layers import named_layer, numbered
@@ -13,13 +15,18 @@ from fsdp2prof.analyzers.steps import kinds_of_steps
 from fsdp2prof.by_key import summed
 from fsdp2prof.labels import is_root
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo
-from fsdp2prof.results.finding import Finding
+from fsdp2prof.results.finding import EvidenceValue, Finding
 from fsdp2prof.units import format_ns, plural
 
 _UNLIKE = 1.2
 """Ratio of all-gathers that makes a step a different kind: a root that stays gathered has fewer."""
 _FIRST = 2
 """Steps of a recording of which the first one counts like the others."""
+_PARTS, _FEWEST_PARTS = 8, 6
+"""Parts of a run whose steps are compared, at most and at least."""
+_ASCENDING, _GROWN = 0.9, 1.2
+"""Part of all pairs of which the later one is longer, and the last part over the first, from which on steps
+get longer; by chance one in thousands of runs has so many."""
 _KINDS = 3
 """Maximum number of kinds of steps that are named."""
 
@@ -28,7 +35,7 @@ finding = partial(findings.finding, "ledger")
 
 def notes(book: Book) -> list[Finding]:
     """Return the observations without a cost."""
-    rules = (_anomaly, _hooks, _graphs, _padding, _root_kept, _unlike_steps)
+    rules = (_anomaly, _hooks, _graphs, _growing, _padding, _root_kept, _unlike_steps)
     return [found for rule in rules for found in rule(book)]
 
 
@@ -53,6 +60,25 @@ def _graphs(book: Book) -> list[Finding]:
     lines = Counter(one.site for one in kept if one.site)
     site = lines.most_common(1)[0][0] if lines else None
     return [finding("graph_without_backward", {"site": site}, forwards=count)]
+
+
+def _growing(book: Book) -> list[Finding]:
+    """Find steps of which nearly each is longer than the one before, on every rank, without recording."""
+    ranks = [[one for one in manifest.steps if one.kind == "plain"][2:] for manifest in book.manifests]
+    parts = min(_PARTS, min(map(len, ranks), default=0))
+    if parts < _FEWEST_PARTS:
+        return []
+    grown = []
+    for steps in ranks:
+        edges = [len(steps) * part // parts for part in range(parts + 1)]
+        levels = [median(one.duration_ns for one in steps[low:high]) for low, high in pairwise(edges)]
+        ascending = mean(later > sooner for sooner, later in combinations(levels, 2))
+        if ascending < _ASCENDING or levels[-1] < _GROWN * levels[0]:
+            return []
+        grown.append((levels[-1] / levels[0], levels, steps))
+    _, levels, steps = max(grown, key=lambda one: one[0])
+    evidence: dict[str, EvidenceValue] = {"first_step": steps[0].step, "last_step": steps[-1].step}
+    return [finding("steps_get_longer", evidence, before=int(levels[0]), after=int(levels[-1]))]
 
 
 def _padding(book: Book) -> list[Finding]:

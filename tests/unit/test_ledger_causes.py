@@ -1438,3 +1438,53 @@ def test_an_operator_that_models_do_not_consist_of_is_named_where_it_takes_much(
     row = KernelRow(name=name, kind="compute", count=4, total_ns=9 * MS, mean_ns=2 * MS, step_frac=frac)
     said = bound(ledger_of([]), replace(trace_analysis(), kernels=[row]))
     assert ("Of that, 9.00 ms in aten::div" in said) is named
+
+
+def test_all_reduces_one_after_another_are_those_of_no_buckets() -> None:
+    """A trace without FSDP's labels: 20 of 50 ms in 40 all-reduces, or in three."""
+    for count, expected in ((40, ["unattributed_communication"]), (3, [])):
+        one = {"cause": "other_communication", "op": "all_reduce", "phase": "backward", "at_once": True}
+        found = [one | {"ns": 20 * MS, "count": count}]
+        analysis = trace_analysis()
+        unlabelled = replace(analysis.attribution, attributed=False)
+        charges = [
+            charge
+            for rank in analysis.ranks
+            for step in rank.steps
+            for charge in (
+                *(Charge(rank=rank.rank, step=step.step, **each) for each in found),  # type: ignore[arg-type]
+                Charge(rank=rank.rank, step=step.step, cause="compute", ns=step.duration_ns - 20 * MS),
+            )
+        ]
+        ledger = with_ledger(replace(analysis, attribution=unlabelled), charges).ledger
+        assert ledger is not None
+        assert [entry.id for entry in told(ledger)] == expected
+
+
+@pytest.mark.parametrize(
+    ("took_ms", "is_told"),
+    [
+        ((900, 300, *range(100, 200, 10)), True),
+        ((900, 300, *range(100, 115)), False),  # by a seventh
+        ((900, 300, 100, 180, 110, 170, 120, 160, 130, 190), False),  # up and down
+        ((900, 300, 100, 130, 160, 200), False),  # too few
+    ],
+)
+def test_steps_of_which_each_is_longer_than_the_one_before(took_ms: tuple[int, ...], is_told: bool) -> None:
+    steps = [StepInfo(step=at, start_ns=0, duration_ns=ms * MS) for at, ms in enumerate(took_ms)]
+    manifests = [RankManifest(rank=rank, steps=steps) for rank in (0, 1)]
+    found = with_ledger(trace_analysis(), manifests=manifests).findings
+    assert ("steps_get_longer" in [one.id for one in found]) is is_told
+
+
+def test_a_bound_of_the_hosts_gain_has_the_waiting_that_ends_with_it() -> None:
+    """Rank 1's host is slower by 10 ms, for which rank 0 waits: both gain all of their idle time."""
+    found = [
+        {"cause": "host", "ns": 5 * MS, "rank": 0},
+        {"cause": "host", "ns": 15 * MS, "rank": 1},
+        {"cause": "uneven_ranks", "ns": 10 * MS, "rank": 0, "late_rank": 1, "why": "host"},
+    ]
+    (entry, *_) = told(ledger_of(found))
+    assert entry.id == "host_bound"
+    assert entry.remedy is not None
+    assert entry.remedy.gain_ns == 10 * MS

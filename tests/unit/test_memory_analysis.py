@@ -858,3 +858,42 @@ def test_the_document_has_every_memory_finding():
     assert named
     for name in named:
         assert f"| `{name}` |" in text
+
+
+def test_layers_that_the_script_prefetches_are_named_with_their_buffers(tmp_path: Path):
+    """Four layers are gathered while the first runs; the script asked for all of them."""
+    manifest = part(8)
+    manifest.param_groups[0].forward_prefetch = ["b", "c", "d"]
+    t = Training()
+    for name in "bcd":
+        t.within(f"FSDP::all_gather ({name})", ("get", f"buffer {name}", 1000))
+    t.label("START", "FSDP::pre_forward (a)")
+    t.within("FSDP::all_gather_copy_out (a)", ("get", "parameter", 1000)).label(
+        "END", "FSDP::pre_forward (a)"
+    )
+    t.get("activation", 300).within("FSDP::post_forward (a)")
+    analysis = analyze_memory([(0, t.read(tmp_path), manifest)])
+    (found,) = [one for one in analysis.findings if one.id == "prefetched_ahead"]
+    assert (found.severity, "up to 3 ahead" in found.message) == ("medium", True)
+    saves = {one.action: one.saves_bytes for one in analysis.ranks[0].remedies}
+    assert saves["less_prefetch"] == 2000
+
+
+def test_a_loss_without_a_cross_entropy_is_not_called_one(tmp_path: Path):
+    t = Training()
+    t.label("START", "backward").get("differences", 900).label("END", "backward")
+    t.get("more", 100)
+    assert "logits_in_loss" not in finding_ids(analyze_memory([(0, t.read(tmp_path), None)]))
+
+
+def test_a_failed_request_says_what_others_hold_and_what_is_to_come(tmp_path: Path):
+    """A device of 80 GiB with 1 GiB free and 4 GiB reserved: others hold 75 GiB."""
+    gib = 1 << 30
+    t = Training()
+    t.segment(1 << 42, [(4 * gib, 4 * gib, "active_allocated")])
+    t.event("oom", 0, 2 * gib, device_free=gib, frames=())
+    manifest = part(8)
+    manifest.device = DeviceInfo(type="cuda", total_bytes=80 * gib)
+    oom = analyze_memory([(0, t.read(tmp_path), manifest)]).ranks[0].oom
+    assert oom is not None
+    assert oom.outside_bytes == 75 * gib

@@ -115,3 +115,8 @@ def test_a_small_model_in_one_unit_is_fast_enough_for_a_long_step(gathered: int,
     found = finding("root_only", {"gathered_bytes": gathered}, severity="medium", fqn="", parameters=17)
     findings = combine(run_summary(), trace, None, [], [found]).findings
     assert ("root_only" in [one.id for one in findings]) is named
+
+
+def test_a_crashed_run_begins_with_its_error_and_what_the_dumps_show(tmp_path: Path) -> None:
+    found = combine(summary(tmp_path), None, None, [], [], ["Rank 1 skipped a collective."])
+    assert found.verdict[:2] == ["Rank 1 crashed: RuntimeError: x.", "Rank 1 skipped a collective."]
