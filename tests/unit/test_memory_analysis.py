@@ -891,7 +891,7 @@ def test_a_failed_request_says_what_others_hold_and_what_is_to_come(tmp_path: Pa
     gib = 1 << 30
     t = Training()
     t.segment(1 << 42, [(4 * gib, 4 * gib, "active_allocated")])
-    t.event("oom", 0, 2 * gib, device_free=gib, frames=())
+    t.event("oom", 0, 2 * gib, device_free=gib, frames=[])
     manifest = part(8)
     manifest.device = DeviceInfo(type="cuda", total_bytes=80 * gib)
     oom = analyze_memory([(0, t.read(tmp_path), manifest)]).ranks[0].oom
