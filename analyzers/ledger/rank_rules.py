@@ -9,7 +9,7 @@ from functools import partial
 from statistics import median_high
 
 from fsdp2prof.analyzers.layers import SITE, named_layer, numbered, without_call
-from fsdp2prof.analyzers.ledger.book import Book
+from fsdp2prof.analyzers.ledger.book import RUNNING, Book
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.host_rules import pausing_at, steady_pauses
 from fsdp2prof.analyzers.ledger.machine_rules import oversubscribed, starved_ranks, waits_for_processors
@@ -294,6 +294,8 @@ def _more_work(book: Book) -> bool:
     if (most := _most_operations(book)) and (more := _busy_ns(book, most[0]) * (1 - 1 / most[1])) > expected:
         (rank, least), expected, change = most, more, "batch and the same work"
         does = f"computes {least:.3g} times as many operations as any other rank in every step"
+    if (line := _own_line(book, rank, expected)) is not None:
+        does += f", most of it at {line}"
     mine = book.take("uneven_ranks", lambda one: one.late_rank == rank and one.why != "data_loader")
     waited = sum(one.ns for one in mine) / max(1, len(book.analysis.ranks) - 1)
     if not mine or expected < max(_EXPLAINED * waited, book.thresholds.straggler_frac * _busy_ns(book, rank)):
@@ -313,6 +315,25 @@ def _more_work(book: Book) -> bool:
         replayed=rank if book.on_device else None,
     )
     return True
+
+
+def _own_line(book: Book, rank: int, expected: float) -> str | None:
+    """Return the line of the script at which a rank spends at least half of some time beyond every other
+    rank's; None without such a line."""
+    spent: Counter[tuple[str, int]] = Counter()
+    for one in (one for cause in RUNNING for one in book.left(cause)):
+        if one.site is not None and SITE.fullmatch(one.site):
+            spent[without_call(one.site), one.rank] += one.ns
+    others = [one.rank for one in book.analysis.ranks if one.rank != rank]
+    beyond = Counter(
+        {
+            line: ns - max((spent[line, other] for other in others), default=0)
+            for (line, at), ns in spent.items()
+            if at == rank
+        }
+    )
+    line, most = next(iter(beyond.most_common(1)), (None, 0))
+    return line if 2 * most >= expected else None
 
 
 def _uneven_inputs(book: Book) -> None:
