@@ -87,7 +87,7 @@ _NEARLY_ALL = 0.98
 """Part of a gain from which on it is called all of the time."""
 _AT_THIS_LINE = "at this line"
 _BESIDE = f" (other losses {_AT_THIS_LINE} included)"
-_SLOWEST = "the rank that gains least limits the others"
+_SLOWEST = "no rank can gain more than the one that gains least"
 SLOWED = 1.5
 """A traced step this many times as long as an unrecorded one is called slowed: its times are not its own."""
 UNTRACED = "a step without tracing takes no more than that beyond its compute"

@@ -302,7 +302,10 @@ _MUCH, _MOST = 0.3, 0.5
 """Part of compute from which on products without tensor cores are named whatever they gain, and memory-bound
 kernels are."""
 _TENSOR_CORES = 7 / 8
-"""Part of such products that tensor cores save at most: TF32 is eight times as fast (A100 data sheet)."""
+"""Part of products in float32 that tensor cores save at most in TF32, or in float16 on a V100: they are eight
+times as fast (data sheets of A100 and V100)."""
+_HALF_PRECISION = 15 / 16
+"""The same in bfloat16, 15 to 16 times as fast (data sheets of A100 and H100)."""
 _HALF = 0.5
 _PARTS = 1_000_000
 _NOTABLE = 1 / 3
@@ -482,11 +485,11 @@ def _masked_attention(book: Book) -> None:
 
 def _without_tensor_cores(book: Book) -> None:
     mine, part = _kernels(book, "float32", SINGLE_PRECISION.search)
-    gain = _gain_ns(book, mine, _TENSOR_CORES)
+    old = any(_OLD.search(one.name or "") for one in book.analysis.kernels)
+    gain = _gain_ns(book, mine, _TENSOR_CORES if old else _HALF_PRECISION)
     if part < _MUCH and not _is_worth_it(book, gain, mine):
         book.put_back(mine)
         return
-    old = any(_OLD.search(one.name or "") for one in book.analysis.kernels)
     key = "float32_without_tensor_cores"
     book.enter(mine, f"{key}/old" if old else key, {"compute_frac": part}, fqn=main_layer(mine), gain_ns=gain)
 

@@ -1060,7 +1060,7 @@ def test_barriers_are_no_usual_collectives(count: int, named: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other_ms", "why"), [(10, "all of this idle time"), (5, "the rank that gains least")]
+    ("other_ms", "why"), [(10, "all of this idle time"), (5, "the one that gains least")]
 )
 def test_a_gain_says_when_it_is_that_of_the_rank_that_gains_least(other_ms: int, why: str) -> None:
     """The device of rank 0 idles 10 ms per step for its host, that of rank 1 as long or half as long."""
