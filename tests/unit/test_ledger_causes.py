@@ -1059,9 +1059,7 @@ def test_barriers_are_no_usual_collectives(count: int, named: bool) -> None:
     assert [one.id for one in found] == ["barrier_outside_fsdp"] * named
 
 
-@pytest.mark.parametrize(
-    ("other_ms", "why"), [(10, "all of this idle time"), (5, "the one that gains least")]
-)
+@pytest.mark.parametrize(("other_ms", "why"), [(10, "all of this idle time"), (5, "no rank can gain more")])
 def test_a_gain_says_when_it_is_that_of_the_rank_that_gains_least(other_ms: int, why: str) -> None:
     """The device of rank 0 idles 10 ms per step for its host, that of rank 1 as long or half as long."""
     ledger = ledger_of(
