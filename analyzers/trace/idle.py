@@ -235,21 +235,23 @@ def _operators(trace: Trace, calls: IntArray) -> IntArray:
     the innermost one around it; -1 if none."""
     events = trace.events
     operators = np.flatnonzero(events.category.equals("cpu_op"))
-    found = _around(events, operators, calls)
     numbered = operators[events.external_id[operators] >= 0]
-    if not len(numbered):
-        return found
     numbered = numbered[np.argsort(events.external_id[numbered], kind="stable")]
-    ids = events.external_id[numbered]
-    at = np.minimum(np.searchsorted(ids, events.external_id[calls]), len(ids) - 1)
-    named = numbered[at]
-    encloses = (
-        (ids[at] == events.external_id[calls])
-        & (events.thread[named] == events.thread[calls])
-        & (events.start_ns[named] <= events.start_ns[calls])
-        & (events.end_ns[named] >= events.end_ns[calls])
-    )
-    return np.where(encloses, named, found)
+    found = np.full(len(calls), -1, dtype=np.int64)
+    if len(numbered):
+        ids = events.external_id[numbered]
+        at = np.minimum(np.searchsorted(ids, events.external_id[calls]), len(ids) - 1)
+        named = numbered[at]
+        encloses = (
+            (ids[at] == events.external_id[calls])
+            & (events.thread[named] == events.thread[calls])
+            & (events.start_ns[named] <= events.start_ns[calls])
+            & (events.end_ns[named] >= events.end_ns[calls])
+        )
+        found = np.where(encloses, named, found)
+    unnamed = np.flatnonzero(found < 0)
+    found[unnamed] = _around(events, operators, calls[unnamed])
+    return found
 
 
 def _around(events: EventTable, operators: IntArray, calls: IntArray) -> IntArray:
@@ -257,12 +259,12 @@ def _around(events: EventTable, operators: IntArray, calls: IntArray) -> IntArra
     found = np.full(len(calls), -1, dtype=np.int64)
     for thread in intervals.distinct(events.thread[calls]):
         mine = operators[events.thread[operators] == thread]
-        mine = mine[np.argsort(events.start_ns[mine], kind="stable")]
-        starts, ends = events.start_ns[mine], events.end_ns[mine]
-        for row in np.flatnonzero(events.thread[calls] == thread).tolist():
-            before = int(np.searchsorted(starts, events.start_ns[calls[row]], side="right"))
-            low = max(0, before - _NESTED)
-            around = np.flatnonzero(ends[low:before] >= events.end_ns[calls[row]])
+        ends = events.end_ns[mine]
+        rows = np.flatnonzero(events.thread[calls] == thread)
+        before = np.searchsorted(events.start_ns[mine], events.start_ns[calls[rows]], side="right")
+        for row, last in zip(rows.tolist(), before.tolist(), strict=True):
+            first = max(0, last - _NESTED)
+            around = np.flatnonzero(ends[first:last] >= events.end_ns[calls[row]])
             if len(around):
-                found[row] = mine[low + int(around[-1])]
+                found[row] = mine[first + int(around[-1])]
     return found
