@@ -18,6 +18,8 @@ _WORTH_NAMING = 0.05
 """Part of the peak from which a category or a saving is worth naming."""
 _UNKNOWN = 0.5
 """Unattributed part of the peak from which nothing can be advised but to record more."""
+_UNKNOWN_KIND = {"unattributed": "memory of no known kind"}
+"""How a sentence names what a table calls unattributed."""
 _ROLES = ("sharded_parameter", "sharded_gradient", "optimizer_state")
 """Categories that only a recording knows."""
 _LIBRARIES_BYTES = 6 << 30
@@ -161,7 +163,9 @@ def _place_and_filling(peak: Peak) -> str:
     step = "" if peak.step is None else f", step {peak.step}"
     large = [row for row in peak.by_category if row.frac >= _WORTH_NAMING][:_NAMED]
     filling = ", ".join(
-        f"{category_label(row.category)} {format_bytes(row.bytes)} ({format_frac(row.frac)})" for row in large
+        f"{_UNKNOWN_KIND.get(row.category, category_label(row.category))} {format_bytes(row.bytes)} "
+        f"({format_frac(row.frac)})"
+        for row in large
     )
     return f"The peak is {where(peak.phase, peak.fqn)}{step}" + (f"; it holds {filling}." if filling else ".")
 
