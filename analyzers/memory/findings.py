@@ -5,6 +5,7 @@ Memory that grows with every step: memory that each step leaves behind and no la
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ from math import prod
 import numpy as np
 
 from fsdp2prof.analyzers import findings, intervals
-from fsdp2prof.analyzers.memory.attribution import own_frame
+from fsdp2prof.analyzers.memory.attribution import StackKinds, own_frame
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, live_at, running_total
 from fsdp2prof.analyzers.memory.remedies import in_loss, kept_gathered, kept_gradients
 from fsdp2prof.analyzers.memory.wording import request_story, what_would_fit, where
@@ -121,6 +122,7 @@ def rank_findings(
         *_unsharded_together(result.peak, manifest),
         *_unsharded_gradients(view, manifest),
         *_fp32_logits(view),
+        *_scores(view),
         *_kept_after_backward(view),
         *_optimizer_first_step(view),
         *_held_across_streams(view),
@@ -271,6 +273,24 @@ def _fp32_logits(view: PreparedRecording) -> Iterator[Finding]:
     loss = in_loss(live, view.recording.stacks)
     blocks = {"blocks": int(loss.sum())}
     yield from _of_peak("logits_in_loss", int(live.size[loss].sum()), view.peak_bytes, blocks)
+
+
+_SOFTMAX = re.compile(r"(?:^aten::_?|:)softmax(?:$|\()")
+"""An operator, or a Python frame's function."""
+_LAYERS = 4
+"""Equal results of softmax from which on they are of attention's layers, and not of a loss or a router."""
+
+
+def _scores(view: PreparedRecording) -> Iterator[Finding]:
+    """Attention stores its scores: a softmax of the same size in each of several layers."""
+    live = view.live(view.peak_order)
+    made = live.op.matches(lambda name: _SOFTMAX.search(name) is not None)
+    made |= StackKinds(view.recording.stacks).matching(live.stack, _SOFTMAX)
+    made &= live.category.equals("activation")
+    sizes, count = np.unique(live.size[made], return_counts=True)
+    of_layers = made & np.isin(live.size, sizes[count >= _LAYERS])
+    blocks = {"blocks": int(of_layers.sum())}
+    yield from _of_peak("scores_at_peak", int(live.size[of_layers].sum()), view.peak_bytes, blocks)
 
 
 def _kept_after_backward(view: PreparedRecording) -> Iterator[Finding]:

@@ -897,3 +897,18 @@ def test_a_failed_request_says_what_others_hold_and_what_is_to_come(tmp_path: Pa
     oom = analyze_memory([(0, t.read(tmp_path), manifest)]).ranks[0].oom
     assert oom is not None
     assert oom.outside_bytes == 75 * gib
+
+
+@pytest.mark.parametrize(
+    ("function", "layers", "found"),
+    [("softmax", 4, True), ("softmax", 3, False), ("log_softmax", 4, False), ("gelu", 4, False)],
+)
+def test_scores_that_attention_stores_are_softmaxes_of_equal_size(
+    tmp_path: Path, function: str, layers: int, found: bool
+):
+    frames = [{"filename": "model.py", "line": 6, "name": function}, *_FORWARD]
+    t = Training()
+    for layer in range(layers):
+        t.within(f"FSDP::pre_forward (layers.{layer})").get(f"scores {layer}", 1000, frames=frames)
+        t.get(f"output {layer}", 900, frames=_FORWARD).within(f"FSDP::post_forward (layers.{layer})")
+    assert ("scores_at_peak" in finding_ids(analyze_memory([(0, t.read(tmp_path), None)]))) is found
