@@ -222,8 +222,10 @@ def _training(manifest: RankManifest) -> dict[str, str]:
 
 _SENTENCES = 4
 """Of a verdict."""
-_ALWAYS = frozenset({"kept_after_backward", "leak", "out_of_memory", "prefetched_ahead"})
+_ALWAYS = frozenset({"kept_after_backward", "leak", "out_of_memory"})
 """Findings about memory that hold however much of it is free."""
+_WITHOUT_ROOM = frozenset({*_ALWAYS, "prefetched_ahead"})
+"""Those that hold if not most of it is known to be free."""
 _SAID_BY_LEDGER = {"root_only": "wrapping_too_coarse", "not_optimized": "backward_untrained"}
 """Setup findings that the ledger reports with their cost."""
 _MEASURED = frozenset({"wrapping_too_fine", "root_holds_most"})
@@ -266,6 +268,7 @@ def combine(
         trace = with_room(trace)
     if trace is not None and (free := free_bytes(memory)) is not None:
         trace = that_fit(trace, free)
+    always = _ALWAYS if has_room(memory) else _WITHOUT_ROOM
     told = {one.id for one in trace.findings} if trace else set()
     if trace is not None and trace.ledger is not None:
         ledger = trace.ledger
@@ -275,7 +278,7 @@ def combine(
     findings = [
         *(one for one in setup if _belongs(one, told)),
         *(trace.findings if trace else ()),
-        *(one for one in (memory.findings if memory else ()) if tight or trace is None or one.id in _ALWAYS),
+        *(one for one in (memory.findings if memory else ()) if tight or trace is None or one.id in always),
     ]
     findings.sort(key=lambda one: (SEVERITIES.index(one.severity), -cost_frac(one)))
     unseen = unrecorded_sentence(run.unrecorded_step) if trace is None else []
@@ -371,7 +374,7 @@ def _verdict(
     if memory is not None and any(rank.oom is not None for rank in memory.ranks):
         step = [line for line in trace.verdict if not line.startswith(NOTHING)]
         return [*peak, *step[:1], *memory.verdict[-1:]]
-    about_memory = {one.id for one in memory.findings} - _ALWAYS if memory is not None else set()
+    about_memory = {one.id for one in memory.findings} - _WITHOUT_ROOM if memory is not None else set()
     first = _grave(findings)
     quiet = trace.ledger is None or not any(one.told for one in trace.ledger.entries)
     if not first and quiet:

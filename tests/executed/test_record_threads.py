@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from fsdp2prof.analyzers.memory.remedies import in_loss
 from fsdp2prof.recorder.memory.history import CudaMemoryCapture
 
 LOGITS, INPUT, ACTIVATION, GRADIENT = 4000, 300, 200, 100
+CROSS_ENTROPY = [{"filename": "torch/nn/functional.py", "line": 3500, "name": "cross_entropy"}]
 
 
 class Machine:
@@ -48,8 +50,8 @@ class Machine:
     def _set(self, text: str) -> None:
         self.tag.text = text
 
-    def get(self, name: str, size: int) -> None:
-        self.history.get(name, size, user_metadata=getattr(self.tag, "text", ""))
+    def get(self, name: str, size: int, **more: Any) -> None:
+        self.history.get(name, size, user_metadata=getattr(self.tag, "text", ""), **more)
 
 
 def final_callback() -> None:
@@ -70,7 +72,7 @@ class Loss(torch.autograd.Function):
             pass
         with record_function("FSDP::post_forward"):
             pass
-        machine.get(f"logits {name}", LOGITS)
+        machine.get(f"logits {name}", LOGITS, frames=CROSS_ENTROPY)
         return weight * 1
 
     @staticmethod
@@ -119,7 +121,7 @@ def test_what_backward_allocates_is_not_the_last_steps(monkeypatch, tmp_path):
     assert rows.category.take(rows.size == INPUT).to_list() == ["input"] * 4
     assert in_loss(rows, view.recording.stacks)[rows.size == LOGITS + 1].all()
     found = {one.id: one.evidence for one in analyze_memory([(0, recording, None)]).findings}
-    assert found["logits_in_loss"] == {"bytes": LOGITS + 1, "blocks": 1, "ranks": [0]}
+    assert found["logits_in_loss"] == {"bytes": 2 * LOGITS + 1, "blocks": 2, "ranks": [0]}
 
 
 def test_a_backward_inside_another_leaves_the_place_as_it_is(monkeypatch, tmp_path):

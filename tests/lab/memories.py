@@ -166,9 +166,13 @@ FINDINGS = {
     "chunked_loss": "logits_in_loss",
     "reduced_gradients": "unsharded_gradients",
     "reshard_after_forward": "groups_unsharded_together",
-    "less_prefetch": "groups_unsharded_together",
+    "less_prefetch": "prefetched_ahead",
     "expandable_segments": "fragmentation",
 }
+
+
+AS_CAUSES = frozenset({"prefetched_ahead"})
+"""Findings that come before the savings."""
 
 
 def _cases(name: str, action: str, remedy: str, fault: Memory) -> list[Case]:
@@ -179,7 +183,7 @@ def _cases(name: str, action: str, remedy: str, fault: Memory) -> list[Case]:
             name=f"memory/{name}/much",
             fault=name,
             size="much",
-            causes=frozenset({action}),
+            causes=frozenset({action, *({FINDINGS[action]} & AS_CAUSES if action in FINDINGS else ())}),
             remedy=remedy,
             excused=frozenset(true),
             write=lambda folder: write(folder, fault, FULL),
@@ -203,7 +207,7 @@ MEMORIES = [
         "set_requires_gradient_sync",
         Memory(unsharded=600, micro_batches=3, reduced=False),
     ),
-    *_cases("prefetch", "less_prefetch", "one layer ahead", Memory(unsharded=700, ahead=4)),
+    *_cases("prefetch", "less_prefetch", "one (or two )?layers? ahead", Memory(unsharded=700, ahead=4)),
     *_cases("kept", "reshard_after_forward", "reshard", Memory(unsharded=700, kept=True)),
     *_cases("fragmentation", "expandable_segments", "expandable_segments", Memory(split=6000)),
     *_cases("balanced", "wider_sharding", "twice as many ranks", Memory()),
