@@ -26,6 +26,7 @@ from fsdp2prof.analyzers.trace.activities import (
     recomputed,
     recording_graphs,
 )
+from fsdp2prof.analyzers.trace.copies import between_host_and_device, in_front, layers_of_copies
 from fsdp2prof.analyzers.trace.evaluation import evaluation, keeps_graph, repeated_rows
 from fsdp2prof.analyzers.trace.idle import host_calls, idle_parts
 from fsdp2prof.analyzers.trace.kernel_kinds import kinds_of_compute
@@ -76,8 +77,6 @@ _COMPILED_CODE = ("CompiledFunction", "Torch-Compiled Region", "## Call Compiled
 """Begin the names of what torch.compile made."""
 _IN_TORCH = "aten::"
 """Of an operator in which no line of the script runs, so that it says more than the line that calls it."""
-_AT_ONCE_NS = 20_000
-"""Time within which a copy follows the one that it waited for."""
 COMPILED = "compiled"
 """Why a charge of nothing counts: torch.compile's functions run."""
 _COUNTED = (ALL_EXPERTS, ANOMALY, CHOSEN, COMPILED, FORWARDS, ONE_BY_ONE, REBUILT)
@@ -253,13 +252,13 @@ class _Charging:
         phases, names = tables.phases, tables.trace.events.name.take(work.event)
         fqn, phase = phases.fqn.lookup(work.phase_row), phases.phase.lookup(work.phase_row)
         if kind == "memcpy":
-            fqn, phase = _layers_of_copies(tables, mask, fqn, phase)
+            fqn, phase = layers_of_copies(tables, mask, fqn, phase)
         evaluating = intervals.covered(self._evaluating, start, end)
         recomputing = (
             intervals.covered(self._recomputing, start, end) if kind == "compute" else evaluating * 0
         )
         sizes = np.maximum(tables.trace.events.bytes[work.event].astype(np.int64), 0)
-        host_copy = _between_host_and_device(tables, mask)
+        host_copy = between_host_and_device(tables, mask)
         outside = is_outside(phase)
         # The line of a long operator on a CPU was seen during it, not as it began.
         issued = work.launch_ns[row] if len(tables.device) else (start + end) // 2
@@ -273,7 +272,7 @@ class _Charging:
             kinds = kinds[row]
             why = np.where((why == 0) & (kinds >= 0), FIRST_KIND + kinds, why)
         if kind == "memcpy":
-            why = np.where(_in_front(tables)[mask][row], IN_FRONT, why)
+            why = np.where(in_front(tables)[mask][row], IN_FRONT, why)
         else:
             why = self._needlessly(fqn.take(row), phase.take(row), why)
         columns = (
@@ -518,59 +517,6 @@ def _says_nothing(name: str) -> bool:
             "<eval_with_key>",
         )
     )
-
-
-def _between_host_and_device(tables: RankTables, mask: BoolArray) -> IntArray:
-    """Whether each activity is a copy between host and device, not a copy on the device or a memory set."""
-    names = tables.trace.events.name.take(tables.work.event[mask])
-    copies = tables.trace.events.category.take(tables.work.event[mask]).matches(backends.is_copy)
-    return (copies & ~names.matches(backends.stays_on_device)).astype(np.int64)
-
-
-def _in_front(tables: RankTables) -> BoolArray:
-    """Whether each activity is a copy for which one of another stream waits: one engine does one at a time.
-
-    The other was launched before this one ended, and follows it at once, or after more copies of its stream.
-    """
-    work = tables.work
-    copies = np.flatnonzero(_between_host_and_device(tables, np.ones(len(work), dtype=np.bool_)))
-    first, then = copies[:-1], copies[1:]
-    waits = (work.launch_ns[then] >= 0) & (work.launch_ns[then] < work.end_ns[first])
-    waits &= np.abs(work.start_ns[then] - work.end_ns[first]) < _AT_ONCE_NS
-    other = work.stream[first] != work.stream[then]
-    found = np.zeros(len(work), dtype=np.bool_)
-    for at in np.flatnonzero(waits)[::-1].tolist():
-        found[first[at]] = other[at] or found[then[at]]
-    return found
-
-
-def _layers_of_copies(
-    tables: RankTables, mask: BoolArray, fqn: Strings, phase: Strings
-) -> tuple[Strings, Strings]:
-    """Give copies without a launch in the file the layer of the kernel that follows on their stream.
-
-    A kernel that has no launch either says nothing: it may be of any layer before.
-    """
-    work = tables.work
-    rows = np.flatnonzero(mask)
-    unknown = np.flatnonzero(work.launch_ns[rows] < 0)
-    if not len(unknown):
-        return fqn, phase
-    layer = tables.phases.fqn.lookup(work.phase_row)
-    kernels = ~work.is_memcpy & (work.launch_ns < 0)
-    known = np.flatnonzero((layer.codes >= 0) | kernels)
-    codes, when = fqn.codes.copy(), phase.codes.copy()
-    for stream in intervals.distinct(work.stream[rows[unknown]]):
-        there = known[work.stream[known] == stream]
-        mine = unknown[work.stream[rows[unknown]] == stream]
-        if not len(there):
-            continue
-        following = np.minimum(
-            np.searchsorted(work.start_ns[there], work.start_ns[rows[mine]]), len(there) - 1
-        )
-        codes[mine] = layer.codes[there[following]]
-        when[mine] = tables.phases.phase.lookup(work.phase_row[there[following]]).codes
-    return Strings(codes, layer.values), Strings(when, tables.phases.phase.values)
 
 
 def _cut_at_phases(tables: RankTables, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:
