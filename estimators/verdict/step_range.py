@@ -81,7 +81,7 @@ def margin_of(
     fast = max([*ends, *([range_end("speed_of_fused_kernels")] if reference else [])], key=_faster)
     source = slow.source if slow is fast else f"{fast.source}; slower steps: {slow.source}"
     median, of = ends[1].median, "mixtures of experts"
-    if not experts:  # the published ones ran cuDNN's attention
+    if not experts:  # most of the published ones ran cuDNN's attention; flash attention is predicted slower
         median = hardware.published_median if policy.attention == "cudnn" else None
         of = f"dense models on {hardware.name}"
     return RangeEnd(value=slow.value, fast=_faster(fast), source=source, median=median, median_of=of)

@@ -1486,3 +1486,13 @@ def test_a_bound_of_the_hosts_gain_has_the_waiting_that_ends_with_it() -> None:
     assert entry.id == "host_bound"
     assert entry.remedy is not None
     assert entry.remedy.gain_ns == 10 * MS
+
+
+def test_the_rate_of_copies_is_that_of_the_copies_and_not_of_their_exposed_part() -> None:
+    """512 MiB in 10 ms, of which 5 ms are exposed: 53.7 GB/s, and not twice that."""
+    size = 512 << 20
+    copied = {"cause": "offload", "op": "Memcpy HtoD", "phase": "other", "bytes": size, "count": 1}
+    ledger = ledger_of([copied | {"ns": 5 * MS, "whole_ns": 10 * MS}])
+    (found,) = (one for one in ledger.entries if one.id == "host_copies")
+    assert found.evidence["bytes_per_s"] == size * 100
+    assert "at 53.7 GB/s" in found.said

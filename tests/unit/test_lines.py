@@ -9,6 +9,8 @@ from support.results import trace_analysis
 from support.traces import TraceBuilder
 
 from fsdp2prof.analyzers.ledger.words import bound
+from fsdp2prof.analyzers.trace.charges import rank_charges
+from fsdp2prof.analyzers.trace.idle import host_syncs
 from fsdp2prof.analyzers.trace.lines import line_rows, line_sums
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.manifest import HostSpan, HostStep, RankManifest
@@ -91,3 +93,40 @@ def test_a_line_that_takes_much_is_named_where_compute_takes_most(frac: float, n
     ]
     said = bound(replace(analysis.ledger, entries=entries), analysis)
     assert ("The costliest line is model.py:26 in average() (40.0%), backward included." in said) is named
+
+
+@pytest.mark.parametrize(
+    ("operator", "expected"),
+    [
+        ("aten::_cudnn_attention_forward", "aten::_cudnn_attention_forward"),
+        ("mine::attention", "a.py:7 in f()"),
+    ],
+)
+def test_a_pause_inside_an_operator_of_torch_is_that_operators(operator: str, expected: str) -> None:
+    """The host launches nothing for 80 of 100 ms, in a call of line 7. In an operator of the script's own,
+    its lines run; in torch's they do not."""
+    trace = TraceBuilder()
+    trace.label("ProfilerStep#3", 0, 100 * MS)
+    trace.host("aten::mm", MS, 2 * MS)
+    trace.device("gemm", 2 * MS, 3 * MS, launch=MS + 1)
+    trace.host(operator, 4 * MS, 86 * MS)
+    trace.host("aten::mm", 86 * MS, 87 * MS)
+    trace.device("gemm", 87 * MS, 88 * MS, launch=86 * MS + 1)
+    looks = [HostSpan(start_ns=at * MS + 1, line="a.py:7 (f)") for at in range(5, 85, 5)]
+    manifest = RankManifest(host_steps=[HostStep(step=3, lines=looks)])
+    own = rank_charges(rank_tables(replace(trace.build(), base_time_ns=1), manifest), 0).own
+    assert {one.site for one in own if one.cause == "host_pause"} == {expected}
+
+
+def test_a_call_without_an_id_is_of_the_innermost_operator_around_it() -> None:
+    trace = TraceBuilder()
+    trace.label("ProfilerStep#3", 0, 1_000)
+    trace.host("aten::index", 100, 500)
+    trace.host("aten::copy_", 150, 400)
+    trace.host("aten::add", 160, 180)
+    trace.host("cudaStreamSynchronize", 200, 390, "cuda_runtime")
+    trace.host("cudaStreamSynchronize", 600, 700, "cuda_runtime")
+    trace.device("gemm", 700, 800, launch=690)
+    tables = rank_tables(trace.build())
+    rows = host_syncs(tables.trace, tables.phases, tables.analysed, 0, tables.sighted.lines)
+    assert [(row.operator, row.blocked_ns) for row in rows] == [("aten::copy_", 190), (None, 100)]

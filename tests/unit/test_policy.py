@@ -269,6 +269,11 @@ def test_flash_attention_3_is_refused_in_one_line_where_its_rate_is_not_stated(
     assert "\n" not in str(error.value)
 
 
+def test_what_published_steps_took_is_said_of_the_part_that_they_ran_on() -> None:
+    of = {name: HardwareSpec.parse(name).published_median for name in ("b200", "b300", "gb200", "b200-750w")}
+    assert of == {"b200": 1.9, "b300": None, "gb200": None, "b200-750w": None}
+
+
 def test_a_gb300_has_the_multiprocessors_that_its_driver_reports() -> None:
     assert HardwareSpec.parse("gb300").units == 152
 

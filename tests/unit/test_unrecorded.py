@@ -166,6 +166,27 @@ def test_a_host_that_runs_ahead_is_not_to_blame(tmp_path: Path) -> None:
     assert "a traced step takes " in " ".join(found.verdict).lower()
 
 
+def test_steps_in_which_the_host_ran_ahead_are_no_other_kind() -> None:
+    """Two of five steps took less than the device computes in any: the others are the pace."""
+    found = measured(steps(1000, 37, 52, 111, 109, 110, traced=110))
+    assert are_unlike(found)
+    analysis = trace_analysis()
+    ranks = [
+        replace(
+            rank,
+            steps=[
+                replace(one, breakdown_ns=replace(one.breakdown_ns, compute=98 * MS)) for one in rank.steps
+            ],
+        )
+        for rank in analysis.ranks
+    ]
+    on_device = [replace(rank, device_type="cuda") for rank in ranks]
+    paced = waited_for(found, on_device)
+    assert paced is not None
+    assert (are_unlike(paced), typical_ns(paced), paced.slowdown) == (False, 109 * MS, 110 / 109)
+    assert waited_for(found, [replace(rank, device_type="cpu") for rank in ranks]) == found
+
+
 def test_a_host_that_is_slow_by_itself_still_is() -> None:
     calm = measured(steps(1000, 700, 700, traced=737))
     analysis = slowed(468, step=calm)
